@@ -275,19 +275,11 @@ def test_modules_have_more_than_torch_knows(place: str) -> None:
     assert other.name == "configuration"
 
 
-class Callback:
-    """Refers back to its owner."""
-
-    def __init__(self, owner: Any) -> None:
-        self.owner = owner
-        self.calls = 0
-
-
 class Called(Checkpointable):
     """Has something that refers back to it, and a component that it forgets."""
 
     def __init__(self) -> None:
-        self.callback = Callback(self)
+        self.callback = types.SimpleNamespace(owner=self, calls=0)
         self.forgotten = Statistics()
         self.net = torch.nn.Linear(1, 1)
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
@@ -305,11 +297,9 @@ def test_references_back_and_forgotten_components(place: str, caplog: pytest.Log
         path = one.save_to_path(place)
     assert "forgotten is a component that get_checkpointable_components() does not name" in caplog.text
     other.restore_from_path(path, strict=True)
-    assert other.callback.calls == 5
-    assert other.callback.owner is other
+    assert (other.callback.owner is other, other.callback.calls) == (True, 5)
     assert torch.equal(other.net.weight, one.net.weight)
-    slots = [entry["momentum_buffer"] for entry in other.optimizer.state.values()]
-    assert [slot.tolist() for slot in slots] == [[[1.0]], [1.0]]
+    assert [entry["momentum_buffer"].tolist() for entry in other.optimizer.state.values()] == [[[1.0]], [1.0]]
 
 
 def test_methods_may_be_extended(place: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -421,68 +422,45 @@ class Holder(Checkpointable):
 # ---- modes
 
 
-@pytest.mark.parametrize("component", [False, True], ids=["objects", "component"])
-def test_frozen_parameters_and_modes_are_those_of_the_save(
-    component: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def make() -> Any:
-        holder = Holder()
-        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 2))
-        model[2].requires_grad_(False)
-        holder.objects = {"model": model}
-        return holder if component else holder.objects
-
-    def change(state: Any) -> None:
-        first, second, third = (state.objects if component else state)["model"]
-        first.requires_grad_(False)
-        second.eval()
-        third.requires_grad_(True)
-
-    caplog.set_level(logging.INFO, "holdfast")
-    _, after = resumed(tmp_path, make, change)
-    model = (after.objects if component else after)["model"]
-    assert [one.requires_grad for one in model.parameters()] == [False, False, True, True, True, True]
-    assert [one.training for one in model.modules()] == [True, True, False, True]
-    (line,) = [record.getMessage() for record in caplog.records if "as at the save" in record.getMessage()]
-    assert "model/0/weight.requires_grad = False" in line
-    assert "model/1.training = False" in line
-
-
 # ---- containers of arrays that grow
 
 
-class Replay:
-    """What a program remembers: all of it begins empty."""
-
-    def __init__(self) -> None:
-        self.seen: list[Any] = []
-        self.pairs: list[Any] = []
-        self.window = [np.zeros(2)]
-        self.named: dict[str, Any] = {}
-        self.best: Any = None
-
-
 @pytest.mark.parametrize("component", [False, True], ids=["objects", "component"])
-def test_containers_of_arrays_are_as_long_as_they_were(component: bool, tmp_path: Path) -> None:
+def test_modes_and_containers_of_arrays_are_those_of_the_save(
+    component: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def objects(state: Any) -> Program:
+        return state.objects if component else state  # type: ignore[no-any-return]
+
     def make() -> Any:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 2))
+        model[2].requires_grad_(False)
+        replay = types.SimpleNamespace(seen=[], pairs=[], window=[np.zeros(2)], named={}, best=None)
         holder = Holder()
-        holder.objects = {"model": torch.nn.Linear(2, 2), "replay": Replay()}
+        holder.objects = {"model": model, "replay": replay}
         return holder if component else holder.objects
 
-    def replay_of(state: Any) -> Replay:
-        found: Replay = (state.objects if component else state)["replay"]
-        return found
-
-    def play(state: Any) -> None:
-        replay = replay_of(state)
+    def train(state: Any) -> None:
+        first, second, third = objects(state)["model"]
+        first.requires_grad_(False)
+        second.eval()
+        third.requires_grad_(True)
+        replay = objects(state)["replay"]
         replay.seen = [np.ones(3), torch.ones(2)]
         replay.pairs = [(np.ones(1), 2, {"done": np.zeros(1)})]
         replay.window += [np.ones(2), np.full(2, 2.0)]
         replay.named = {"a": np.ones(2)}
         replay.best = {"weights": {"w": torch.full((2,), 3.0)}, "loss": 0.5}
 
-    before, after = resumed(tmp_path, make, play)
-    assert repr(vars(replay_of(after))) == repr(vars(replay_of(before)))
+    caplog.set_level(logging.INFO, "holdfast")
+    before, after = resumed(tmp_path, make, train)
+    model = objects(after)["model"]
+    assert [one.requires_grad for one in model.parameters()] == [False, False, True, True, True, True]
+    assert [one.training for one in model.modules()] == [True, True, False, True]
+    (line,) = [record.getMessage() for record in caplog.records if "as at the save" in record.getMessage()]
+    assert "model/0/weight.requires_grad = False" in line
+    assert "model/1.training = False" in line
+    assert repr(objects(after)["replay"]) == repr(objects(before)["replay"])
 
 
 class Environment:
@@ -502,49 +480,40 @@ class Environment:
         return self.place
 
 
-class Agent:
-    def __init__(self) -> None:
-        self.parts = [Environment()]
+def environment_of(program: Program) -> Environment:
+    found: Environment = getattr(program["env"], "parts", [program["env"]])[0]
+    return found
 
 
 def trained(program: Program) -> None:
-    environment = program["agent"].parts[0] if "agent" in program else program["env"]
-    environment.reset(seed=1)
-    environment.step()
+    environment_of(program).reset(seed=1)
+    environment_of(program).step()
 
 
-def test_an_environment_that_was_reset_continues_where_it_was(tmp_path: Path) -> None:
+@pytest.mark.parametrize("nested", [False, True], ids=["env", "agent"])
+def test_an_environment_continues_where_it_was_if_it_was_reset(nested: bool, tmp_path: Path) -> None:
     def make() -> Program:
-        program: Program = {"model": torch.nn.Linear(1, 1), "env": Environment()}
-        program["env"].reset(seed=7)
+        environment = Environment()
+        return {"model": torch.nn.Linear(1, 1), "env": graph.Node(parts=[environment]) if nested else environment}
+
+    def make_and_reset() -> Program:
+        program = make()
+        environment_of(program).reset(seed=7)
         return program
 
-    before, after = resumed(tmp_path, make, trained)
-    assert [after["env"].step() for _ in range(3)] == [before["env"].step() for _ in range(3)]
-
-
-@pytest.mark.parametrize(
-    ("make", "path"),
-    [
-        (lambda: {"model": torch.nn.Linear(1, 1), "env": Environment()}, "env"),
-        (lambda: {"model": torch.nn.Linear(1, 1), "agent": Agent()}, "agent/parts/0"),
-    ],
-    ids=["env", "agent"],
-)
-def test_an_environment_that_was_not_reset_is_refused(make: Callable[[], Program], path: str, tmp_path: Path) -> None:
-    """Its generator is not replaced by the state of one."""
-    with pytest.raises(
-        hf.TreeMismatchError, match=f"{path}/_np_random: expected None .*, found the state of"
-    ) as caught:
-        resumed(tmp_path, make, trained)
-    (note,) = caught.value.__notes__
+    states = resumed(tmp_path / "reset", make_and_reset, trained)
+    before, after = ([environment_of(state).step() for _ in range(3)] for state in states)
+    assert before == after
+    # The generator of one that was not reset is not replaced by the state of one.
+    path = "env/parts/0" if nested else "env"
+    with pytest.raises(hf.TreeMismatchError, match=f"{path}/_np_random: expected None .*, found the state of") as error:
+        resumed(tmp_path / "new", make, trained)
+    (note,) = error.value.__notes__
     assert note.startswith("A run resumes with the state that it had, or not at all")
 
 
 def test_an_environment_as_an_extra_is_refused_with_what_to_do(tmp_path: Path) -> None:
     message = r"env: is an environment \(.*\.Environment\); leave it out, and after a resume, start an episode with a"
-    with (
-        hf.CheckpointCallback(tmp_path) as checkpoint,
-        pytest.raises(hf.errors.UnsupportedLeafError, match=message),
-    ):
+    refused = pytest.raises(hf.errors.UnsupportedLeafError, match=message)
+    with hf.CheckpointCallback(tmp_path) as checkpoint, refused:
         checkpoint.restore_or_initialize({"w": np.zeros(3)}, env=Environment())
