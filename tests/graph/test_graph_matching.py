@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import logging
 import pickle
@@ -432,26 +433,22 @@ def test_what_a_function_of_rename_raises_names_the_path(place: str) -> None:
 
 def test_plain_contents_of_lists_and_dicts(place: str) -> None:
     best = ("loss", [0.5, {7: None, "7": b"x", True: {1, 2}}])
-    saved = graph.Checkpoint(
-        history=[0.5, 0.25, {"a": [1, 2]}], metrics={"loss": [1.0], 3: "three"}, best=best, none=[]
-    )
+    history: list[Any] = [0.5, 0.25, {"a": [1, 2]}]
+    saved = graph.Checkpoint(history=history, metrics={"loss": [1.0], 3: "three"}, best=best, none=[])
     path = saved.save(f"{place}/ckpt")
     longer = [9.0] * 5
     checkpoint = graph.Checkpoint(history=longer, metrics={"loss": [], "new": 7}, best=None, none=[1, 2])
     status = checkpoint.restore(path)
     assert checkpoint.history is longer == [0.5, 0.25, {"a": [1, 2]}]
     assert checkpoint.metrics == {"loss": [1.0], "new": 7, 3: "three"}
-    assert checkpoint.best == best
-    assert checkpoint.none == []
-    assert status.report.missing == ("metrics/new",)
-    assert status.report.pending == ()
+    assert (checkpoint.best, checkpoint.none) == (best, [])
+    assert (status.report.missing, status.report.pending) == (("metrics/new",), ())
     checkpoint.history.append(1.0)
     status.try_complete()
     assert len(checkpoint.history) == 4
     empty = graph.Checkpoint()
     status = empty.restore(path)
-    empty.metrics = {}
-    empty.history = []
+    empty.metrics, empty.history = {}, []
     assert (empty.metrics, empty.history) == (saved.metrics, saved.history)
     empty.best, empty.none = None, []
     status.assert_consumed()
@@ -473,14 +470,11 @@ def test_empty_contents_of_a_plain_tree_come_back(place: str, contents: Any) -> 
 
 
 def test_empty_contents_as_deep_as_values_can_be(place: str) -> None:
-    deep: list[Any] = []
-    for number in range(400):
-        deep = [deep]
-        path = f"{place}/{number}"
-        if number in (197, 198, 199, 200, 399):
-            graph.Checkpoint(deep=deep, n=1).write(path)
-            assert hf.load(path)["n"] == 1
-        if number == 197:
+    for depth in (198, 199, 200, 201, 400):
+        deep = functools.reduce(lambda inner, _: [inner], range(depth), list[Any]())
+        path = graph.Checkpoint(deep=deep, n=1).write(f"{place}/{depth}")
+        assert hf.load(path)["n"] == 1
+        if depth == 198:
             checkpoint = graph.Checkpoint(deep=[], n=0)
             checkpoint.read(path).assert_consumed()
             assert checkpoint.deep == deep
@@ -502,40 +496,32 @@ def test_contents_that_another_object_holds_stay_the_same_object(place: str) -> 
 
 
 PAIR = (1, (2, "x"))
+RENAMED = {"rename": {"d": "e", "d/x": "e/y", "d/3": "e/z", "d/l/0": "e/l/first"}, "partial": True}
+# What was saved, what the program has, and the options; what is there then, and what waits.
+# An entry that is no longer a list waits for objects.
+WAITING: dict[str, tuple[tuple[Any, Any, Any], tuple[Any, Any]]] = {
+    "renamed": (
+        ({"d": {"x": 1, 3: {5: []}, "l": [1, 2]}}, {"e": {}}, RENAMED),
+        ({"e": {"y": 1, "z": {5: []}}}, ("e/l/1", "e/l/first")),
+    ),
+    "with arrays": (
+        ({"m": [1, np.ones(1)], "d": {"a": np.ones(1), "c": 1}}, {"m": [], "d": {}}, {}),
+        ({"m": [], "d": {"c": 1}}, ("m/0", "m/1", "d/a")),
+    ),
+    "not chosen": (
+        ({"h": [1, 2, 3], "d": {"a": 1}}, {"h": [7], "d": {}}, {"exclude": ["h/2", "d/a"]}),
+        ({"h": [7], "d": {}}, ("h/0", "h/1")),
+    ),
+    "equal tuples are no alias": (
+        ({"p": PAIR, "h": [PAIR, PAIR]}, {"p": None, "h": []}, {}),
+        ({"p": PAIR, "h": [PAIR, PAIR]}, ()),
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("saved", "live", "options", "found", "pending"),
-    [
-        # An entry that is no longer a list waits for objects.
-        (
-            {"d": {"x": 1, 3: {5: []}, "l": [1, 2]}},
-            {"e": {}},
-            {"rename": {"d": "e", "d/x": "e/y", "d/3": "e/z", "d/l/0": "e/l/first"}, "partial": True},
-            {"e": {"y": 1, "z": {5: []}}},
-            ("e/l/1", "e/l/first"),
-        ),
-        (
-            {"m": [1, np.ones(1)], "d": {"a": np.ones(1), "c": 1}},
-            {"m": [], "d": {}},
-            {},
-            {"m": [], "d": {"c": 1}},
-            ("m/0", "m/1", "d/a"),
-        ),
-        (
-            {"h": [1, 2, 3], "d": {"a": 1}},
-            {"h": [7], "d": {}},
-            {"exclude": ["h/2", "d/a"]},
-            {"h": [7], "d": {}},
-            ("h/0", "h/1"),
-        ),
-        ({"p": PAIR, "h": [PAIR, PAIR]}, {"p": None, "h": []}, {}, {"p": PAIR, "h": [PAIR, PAIR]}, ()),
-    ],
-    ids=["renamed", "with arrays", "not chosen", "equal tuples are no alias"],
-)
-def test_contents_and_those_that_wait(
-    saved: Any, live: Any, options: Any, found: Any, pending: Any, place: str
-) -> None:
+@pytest.mark.parametrize("case", WAITING)
+def test_contents_and_those_that_wait(case: str, place: str) -> None:
+    (saved, live, options), (found, pending) = WAITING[case]
     path = graph.Checkpoint(**saved).write(place)
     checkpoint = graph.Checkpoint(**copy.deepcopy(live))
     status = checkpoint.read(path, **options).expect_partial()
@@ -582,8 +568,7 @@ class Tiger(Kept):
     """Keeps the same for another rule."""
 
 
-@pytest.mark.parametrize(("then", "partial"), [(Lynx, None), (Tiger, None), (Tiger, "initialize")])
-def test_what_an_optimizer_of_a_program_keeps_is_not_for_another(place: str, then: Any, partial: Any) -> None:
+def test_what_an_optimizer_of_a_program_keeps_is_not_for_another(place: str) -> None:
     def state(kind: Any) -> dict[str, Any]:
         net = torch.nn.Linear(2, 1)
         return {"net": net, "optimizer": kind(net.parameters())}
@@ -593,12 +578,13 @@ def test_what_an_optimizer_of_a_program_keeps_is_not_for_another(place: str, the
         trained["net"](torch.ones(1, 2)).sum().backward()
         trained["optimizer"].step()
         checkpoint.on_step(1, trained)
-    with hf.CheckpointCallback(place, partial=partial) as checkpoint:
-        fresh = state(then)
-        if then is Tiger and partial is None:
-            with pytest.raises(hf.TreeMismatchError, match="optimizer/slots/net/weight/moment: in the checkpoint"):
-                checkpoint.restore_or_initialize(fresh)
-            return
-        checkpoint.restore_or_initialize(fresh)
-    assert torch.equal(fresh["net"].weight, trained["net"].weight)
-    assert len(fresh["optimizer"].state) == (2 if then is Lynx else 0)
+    refused = pytest.raises(hf.TreeMismatchError, match="optimizer/slots/net/weight/moment: in the checkpoint")
+    with hf.CheckpointCallback(place) as checkpoint, refused:
+        checkpoint.restore_or_initialize(state(Tiger))
+    options: dict[str, Any] = {"partial": "initialize"}
+    for kind, partial, slots in ((Lynx, {}, 2), (Tiger, options, 0)):
+        fresh = state(kind)
+        with hf.CheckpointCallback(place, **partial) as checkpoint:
+            checkpoint.restore_or_initialize(fresh)
+        assert torch.equal(fresh["net"].weight, trained["net"].weight)
+        assert len(fresh["optimizer"].state) == slots
