@@ -132,22 +132,23 @@ def test_one_object_under_several_names_is_saved_once(place: str, library: Libra
 
 
 def test_elements_that_come_later_are_restored(place: str, library: Library) -> None:
-    one, two, three = (library.make(value) for value in (1.0, 2.0, 3.0))
-    path = graph.Checkpoint(listed=[one], mapped={"one": two, "more": {"two": three}}).save(f"{place}/ckpt")
+    one, two, three, four = (library.make(value) for value in (1.0, 2.0, 3.0, 4.0))
+    path = graph.Checkpoint(listed=[one, two], mapped={7: three, "more": {"two": four}}).save(f"{place}/ckpt")
     checkpoint = graph.Checkpoint()
     status = checkpoint.restore(path)
     checkpoint.listed, checkpoint.mapped = [], {}
+    checkpoint.listed.append(library.make(0.0))
     checkpoint.listed += [library.make(0.0)]
-    checkpoint.mapped["one"] = library.make(0.0)
+    checkpoint.mapped[7] = library.make(0.0)
     checkpoint.mapped.update(more={})
     checkpoint.mapped["more"]["two"] = library.make(0.0)
-    found = (checkpoint.listed[0], checkpoint.mapped["one"], checkpoint.mapped["more"]["two"])
-    assert list(map(library.read, found)) == [1, 2, 3]
+    found = (*checkpoint.listed, checkpoint.mapped[7], checkpoint.mapped["more"]["two"])
+    assert list(map(library.read, found)) == [1, 2, 3, 4]
     status.assert_consumed()
     assert isinstance(checkpoint.listed, list)
     assert isinstance(checkpoint.mapped, dict)
     checkpoint.save(f"{place}/again")
-    assert hf.load(f"{place}/again-2")["mapped"]["more"] == {"two": 3}
+    assert hf.load(f"{place}/again-2")["mapped"]["more"] == {"two": 4}
 
 
 def test_an_alias_is_restored_once_and_an_immutable_value_at_each_place(place: str) -> None:

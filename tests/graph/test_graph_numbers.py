@@ -27,6 +27,10 @@ def numbers(paths: list[str]) -> list[int]:
     return [int(path.rpartition("-")[2]) for path in paths]
 
 
+def full(_: int) -> None:
+    raise OSError(28, "no space")
+
+
 def test_after_going_back_the_newest_saved_counts(place: str, caplog: pytest.LogCaptureFixture) -> None:
     """A program that saves by its step goes back from 30 to 10, is stopped, and reaches 20 again."""
 
@@ -341,9 +345,6 @@ def test_a_moved_directory_and_its_copy_resume(tmp_path: Path) -> None:
 def test_a_save_that_failed_does_not_count_for_the_interval(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
 ) -> None:
-    def full(_: int) -> None:
-        raise OSError(28, "no space")
-
     def save_and_wait(manager: graph.CheckpointManager) -> None:
         manager.save()
         manager.wait_until_finished()
@@ -363,6 +364,23 @@ def test_a_save_that_failed_does_not_count_for_the_interval(
             step.assign(at)
             saved.append(manager.save() is not None)
         assert saved == [True, False, False, True]
+
+
+@pytest.mark.parametrize("hours", [None, 1.0])
+def test_the_error_of_a_save_in_the_background_is_raised_by_the_next_which_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hours: float | None
+) -> None:
+    once = iter([full])
+    fsync = os.fsync
+    with graph.CheckpointManager(graph.Checkpoint(w=np.zeros(3)), tmp_path, 2, hours, background=True) as manager:
+        manager.save()
+        manager.wait_until_finished()
+        monkeypatch.setattr(os, "fsync", lambda descriptor: next(once, fsync)(descriptor))
+        manager.save()
+        with pytest.raises(hf.SaveFailedError, match="no space"):
+            manager.save()
+        manager.wait_until_finished()
+        assert numbers(manager.checkpoints) == [1, 3]
 
 
 def test_checkpoints_iterator(place: str) -> None:
