@@ -183,24 +183,19 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         del sys.modules[name]
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        {"object": ["some_game.policies:subprocess.Popen", [["args", ["touch", "ran"]]]]},
-        {
-            "recipe": {
-                "class": "some_game.policies:subprocess.Popen",
-                "constructor": {"args": [["touch", "ran"]], "kwargs": {}},
-            }
-        },
-        {"partial": [{"name": "some_game.policies:os.system"}, ["touch ran"], []]},
-        {"name": "some_game.policies:Size.__class__"},
-        {"name": "some_game.policies:Size.__init__.__objclass__"},
-        {"name": "some_game.policies:Size.__dict__"},
-        {"name": "some_game.policies:ready"},
-    ],
-    ids=["object", "recipe", "function", "class of a class", "base", "dictionary", "partial"],
-)
+TOUCH = {"args": [["touch", "ran"]], "kwargs": {}}
+IMPORTED: dict[str, Any] = {
+    "object": {"object": ["some_game.policies:subprocess.Popen", [["args", ["touch", "ran"]]]]},
+    "recipe": {"recipe": {"class": "some_game.policies:subprocess.Popen", "constructor": TOUCH}},
+    "function": {"partial": [{"name": "some_game.policies:os.system"}, ["touch ran"], []]},
+    "class of a class": {"name": "some_game.policies:Size.__class__"},
+    "base": {"name": "some_game.policies:Size.__init__.__objclass__"},
+    "dictionary": {"name": "some_game.policies:Size.__dict__"},
+    "partial": {"name": "some_game.policies:ready"},
+}
+
+
+@pytest.mark.parametrize("value", IMPORTED.values(), ids=list(IMPORTED))
 @pytest.mark.usefixtures("package")
 def test_what_a_package_imports_is_not_of_the_package(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: Any
@@ -315,18 +310,17 @@ def test_a_component_that_is_made_with_itself(saved: Path) -> None:
         Whole.from_checkpoint(saved)
 
 
-@pytest.mark.parametrize(
-    "graph",
-    [
-        "no JSON",
-        5,
-        "{}",
-        '{"nodes": [{"edges": {"weights": 0}, "value": "weights"}]}',
-        '{"nodes": [{"edges": {"weights": 7}}]}',
-        "[" * 100_000,
-    ],
-    ids=["no json", "number", "empty", "root with a value", "no such node", "deep"],
-)
+NO_GRAPHS: dict[str, Any] = {
+    "no json": "no JSON",
+    "number": 5,
+    "empty": "{}",
+    "deep": "[" * 100_000,
+    "root with a value": '{"nodes": [{"edges": {"weights": 0}, "value": "weights"}]}',
+    "no such node": '{"nodes": [{"edges": {"weights": 7}}]}',
+}
+
+
+@pytest.mark.parametrize("graph", NO_GRAPHS.values(), ids=list(NO_GRAPHS))
 def test_graphs_that_make_no_sense(tmp_path: Path, graph: Any) -> None:
     state = {"weights": np.ones(3), "label": "x", "__graph__": graph}
     path = Part().save_to_path(tmp_path / "x", state=state)

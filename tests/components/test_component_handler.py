@@ -216,8 +216,12 @@ LEAVES = {
 def test_every_leaf_of_every_component_is_described(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = {(leaf.item, leaf.path): leaf for leaf in hf.describe(run, 1)}
     assert found.keys() == {*LEAVES, ("note", "data.json")}
-    assert found["trainer/policies/main", "l1/weight"].shape == (2, 3)
-    assert found["trainer/policies/main", "l1/weight"].kind == "torch"
+    weight = found["trainer/policies/main", "l1/weight"]
+    assert (weight.shape, weight.kind) == ((2, 3), "torch")
+    with hf.CheckpointManager(run, components()) as manager:
+        structure = manager.structure(2)["trainer"]
+    assert structure["policies/main"]["l1"]["weight"].shape == (2, 3)
+    assert (structure["mean"].dtype, structure["steps"].shape) == ("float64", ())
 
     assert main(["show", str(run), "2"]) == 0
     shown = [line.split()[:2] for line in capsys.readouterr().out.splitlines() if "policies" in line]
@@ -230,34 +234,21 @@ def test_every_leaf_of_every_component_is_described(run: Path, capsys: pytest.Ca
     assert "l1/weight" in capsys.readouterr().out
 
 
-def test_components_are_loaded_as_data(run: Path) -> None:
+def test_components_are_loaded_and_exported_as_data(run: Path, tmp_path: Path) -> None:
     found = hf.load(run)
     assert found.keys() == {"trainer", "trainer/policies/main", "trainer/policies/past", "note"}
     assert found["trainer"]["steps"] == 2
     assert found["trainer/policies/past"]["l1"]["weight"].tolist() == [[3] * 3] * 2
-    alone = hf.load(run, item="trainer/policies/main", select="**/bias")
-    assert list(alone["l1"]) == ["bias"]
-    assert isinstance(
-        hf.load(run, item="trainer/policies/main", like={"l1": {"weight": ..., "bias": torch.zeros(2)}})["l1"]["bias"],
-        torch.Tensor,
-    )
+    name = "trainer/policies/main"
+    assert list(hf.load(run, item=name, select="**/bias")["l1"]) == ["bias"]
+    like: Any = {"l1": {"weight": ..., "bias": torch.zeros(2)}}
+    assert isinstance(hf.load(run, item=name, like=like)["l1"]["bias"], torch.Tensor)
     with pytest.raises(hf.CheckpointNotFoundError, match="trainer/policies/past"):
         hf.load(run, item="trainer/policies/new")
-
-
-def test_the_structure_is_known_without_reading(run: Path) -> None:
-    with hf.CheckpointManager(run, components()) as manager:
-        found = manager.structure(2)["trainer"]
-    assert found["policies/main"]["l1"]["weight"].shape == (2, 3)
-    assert found["mean"].dtype == "float64"
-    assert found["steps"].shape == ()
-
-
-@pytest.mark.parametrize("to", ["safetensors", "torch"])
-def test_a_policy_is_exported(run: Path, tmp_path: Path, to: Any) -> None:
-    hf.export_checkpoint(run, tmp_path / "out", to, item="trainer/policies/main", step=2)
-    loaded = hf.load(tmp_path / "out")
-    assert loaded["l1"]["weight"].tolist() == [[2] * 3] * 2
+    formats: tuple[Any, ...] = ("safetensors", "torch")
+    for to in formats:
+        hf.export_checkpoint(run, tmp_path / to, to, item=name, step=2)
+        assert hf.load(tmp_path / to)["l1"]["weight"].tolist() == [[2] * 3] * 2
 
 
 # ---- damage

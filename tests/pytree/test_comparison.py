@@ -27,7 +27,6 @@ def line(template: Any, kind: str, dtype: Any = None, shape: Any = None, **detai
         (ARRAY, ("jax", "f8", (10, 3)), "expected float32[10, 3] (template), found float64[10, 3] (checkpoint)"),
         (ARRAY, ("torch", "f4", (3, 10)), "expected float32[10, 3] (template), found float32[3, 10] (checkpoint)"),
         (ARRAY, ("none",), "expected float32[10, 3] (template), found None (checkpoint)"),
-        (ARRAY, ("str",), "expected float32[10, 3] (template), found str (checkpoint)"),
         (np.zeros(1), ("float", "f8", ()), "expected float64[1] (template), found float (checkpoint)"),
         (np.zeros(()), ("int", "i8", ()), "expected float64[] (template), found int (checkpoint)"),
         (np.zeros((), "<U3"), ("str",), "expected <U3[] (template), found str (checkpoint)"),

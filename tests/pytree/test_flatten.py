@@ -46,34 +46,21 @@ class Color(enum.StrEnum):
     RED = "red"
 
 
-@pytest.mark.parametrize(
-    ("tree", "names"),
-    [
-        ({"a": 1, "b": {"c": 2, "d": [3, (4, 5)]}}, ["a", "b.c", "b.d.0", "b.d.1.0", "b.d.1.1"]),
-        ({"z": 1, "a": 2}, ["z", "a"]),
-        ([], []),
-        ({"empty": {}, "list": [], "tuple": ()}, []),
-        (7, [""]),
-        (None, [""]),
-        ({"n": None}, ["n"]),
-        ({1: "int", 2: "int"}, ["1", "2"]),
-        ({1: "int", "1": "str"}, ["1", "%31"]),
-        ({"1": "str", 1: "int"}, ["%31", "1"]),
-        ({"1": "str"}, ["1"]),
-        ({-3: 0, "-3": 1, "%2D3": 2}, ["-3", "%2D3", "%252D3"]),
-        ({True: 0, "True": 1}, ["True", "%54rue"]),
-        ({("a", "b.c"): 0, (1,): 1, "(1,)": 2}, ["('a', 'b%2Ec')", "(1,)", "%281,)"]),
-        ({np.int64(4): 0, Color.RED: 1}, ["4", "red"]),
-        ({"a.b": 1, "a": {"b": 2}}, ["a%2Eb", "a.b"]),
-        ({"": 1}, ["%"]),
-        (Point(1, Point(2, 3)), ["x", "y.x", "y.y"]),
-        (Counters(1), ["done", "best"]),
-        (Frozen([1]), ["value.0"]),
-        (types.MappingProxyType({"k": 1}), ["k"]),
-        (Steps([1, 2]), ["0", "1"]),
-    ],
-    ids=plain_id,
-)
+NAMES: list[tuple[Any, list[str]]] = [
+    ({"a": 1, "b": {"c": 2, "d": [3, (4, 5)]}}, ["a", "b.c", "b.d.0", "b.d.1.0", "b.d.1.1"]),
+    ({"z": 1, "a": 2}, ["z", "a"]), ([], []), ({"empty": {}, "list": [], "tuple": ()}, []),
+    (7, [""]), (None, [""]), ({"n": None}, ["n"]),
+    ({1: "int", 2: "int"}, ["1", "2"]), ({1: "int", "1": "str"}, ["1", "%31"]),
+    ({"1": "str", 1: "int"}, ["%31", "1"]), ({"1": "str"}, ["1"]),
+    ({-3: 0, "-3": 1, "%2D3": 2}, ["-3", "%2D3", "%252D3"]), ({True: 0, "True": 1}, ["True", "%54rue"]),
+    ({("a", "b.c"): 0, (1,): 1, "(1,)": 2}, ["('a', 'b%2Ec')", "(1,)", "%281,)"]),
+    ({np.int64(4): 0, Color.RED: 1}, ["4", "red"]), ({"a.b": 1, "a": {"b": 2}}, ["a%2Eb", "a.b"]), ({"": 1}, ["%"]),
+    (Point(1, Point(2, 3)), ["x", "y.x", "y.y"]), (Counters(1), ["done", "best"]), (Frozen([1]), ["value.0"]),
+    (types.MappingProxyType({"k": 1}), ["k"]), (Steps([1, 2]), ["0", "1"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("tree", "names"), NAMES, ids=plain_id)
 def test_names_are_the_paths_of_the_leaves(tree: Any, names: list[str]) -> None:
     assert flatten(tree).names == names
 

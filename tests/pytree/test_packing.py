@@ -99,23 +99,16 @@ def test_deques_are_containers(tmp_path: Path) -> None:
     assert hf.load(tmp_path / "x", like=like)["window"].maxlen == 5
 
 
-@pytest.mark.parametrize(
-    ("change", "shape"),
-    [
-        ({"elements": "float"}, (4,)),
-        ({"elements": ["int"]}, (4,)),
-        ({"elements": "object"}, (4,)),
-        ({"sequence": "set"}, (4,)),
-        ({"sequence": None}, (4,)),
-        ({}, (2, 2)),
-        ({}, ()),
-        ({"elements": "mixed"}, (4,)),
-        ({"sequence": "deque", "maxlen": 3}, (4,)),
-        ({"sequence": "deque", "maxlen": "4"}, (4,)),
-        ({"sequence": "deque", "maxlen": 1 << 70}, (4,)),
-    ],
-    ids=str,
-)
+MISFITS: list[tuple[dict[str, Any], tuple[int, ...]]] = [
+    *(({"elements": elements}, (4,)) for elements in ("float", ["int"], "object", "mixed")),
+    *(({"sequence": sequence}, (4,)) for sequence in ("set", None)),
+    *(({"sequence": "deque", "maxlen": maxlen}, (4,)) for maxlen in (3, "4", 1 << 70)),
+    ({}, (2, 2)),
+    ({}, ()),
+]
+
+
+@pytest.mark.parametrize(("change", "shape"), MISFITS, ids=str)
 def test_details_that_do_not_fit_are_damage(change: dict[str, Any], shape: tuple[int, ...]) -> None:
     details = {"kind": "numbers", "sequence": "list", "elements": "int", **change}
     array = np.zeros(shape, np.int64)

@@ -64,33 +64,21 @@ BASE = torch.arange(24, dtype=torch.float32).reshape(4, 6)
 COMPLEX = torch.view_as_complex(torch.arange(8, dtype=torch.float32).reshape(4, 2))
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.tensor(1.5),
-        torch.tensor(1.5, dtype=torch.bfloat16),
-        torch.empty(0, 3),
-        torch.empty(0, dtype=torch.float8_e4m3fn),
-        BASE.T,
-        BASE[1:, ::2],
-        BASE.to(torch.bfloat16).T[::2],
-        BASE.expand(3, 4, 6),
-        BASE.reshape(1, 2, 2, 6).to(memory_format=torch.channels_last),
-        COMPLEX.conj(),
-        COMPLEX.conj().imag,
-        COMPLEX.real,
-        torch.ones(3, requires_grad=True),
-        torch.ones(3, requires_grad=True) * 2,
-        torch.nn.Parameter(torch.ones(2, 2)),
-        torch.nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False),
-        torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16)),
-    ],
-    ids=[
-        "0-d", "0-d bfloat16", "empty", "empty float8", "transposed", "strided", "strided bfloat16", "expanded",
-        "channels last", "conjugated", "negated", "real part", "gradient", "inner node", "parameter",
-        "integer parameter", "bfloat16 parameter",
-    ],
-)  # fmt: skip
+FLAVOURS = {
+    "0-d": torch.tensor(1.5), "0-d bfloat16": torch.tensor(1.5, dtype=torch.bfloat16),
+    "empty": torch.empty(0, 3), "empty float8": torch.empty(0, dtype=torch.float8_e4m3fn),
+    "transposed": BASE.T, "strided": BASE[1:, ::2], "strided bfloat16": BASE.to(torch.bfloat16).T[::2],
+    "expanded": BASE.expand(3, 4, 6),
+    "channels last": BASE.reshape(1, 2, 2, 6).to(memory_format=torch.channels_last),
+    "conjugated": COMPLEX.conj(), "negated": COMPLEX.conj().imag, "real part": COMPLEX.real,
+    "gradient": torch.ones(3, requires_grad=True), "inner node": torch.ones(3, requires_grad=True) * 2,
+    "parameter": torch.nn.Parameter(torch.ones(2, 2)),
+    "integer parameter": torch.nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False),
+    "bfloat16 parameter": torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("tensor", FLAVOURS.values(), ids=list(FLAVOURS))
 def test_every_flavour_comes_back(tensor: Any, save: Any) -> None:
     again = save({"t": tensor}).load(like={"t": tensor})["t"]
     assert type(again) is type(tensor)
