@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import json
 import logging
 import os
@@ -294,22 +295,6 @@ def test_damaged_directories(tmp_path: Path, ray_class: type, file: str, content
     assert learner.updates == 0
 
 
-NO_MSGPACK: list[Any] = [
-    *(b"\xc1", b"\x81\x90\x01", b"\x82\x01\x01\x01\x02", b"\xa1\xff", b"\xc7\x01\x05x"),
-    packed({b"nd": True, b"type": "|O", b"kind": b"O", b"shape": [1], b"data": pickled(1)}),
-    packed({b"nd": True, b"type": "|O", b"shape": [1], b"data": b"12345678"}),
-    packed({b"nd": True, b"type": "<f4", b"shape": [1]}),
-    packed({b"nd": False, b"type": "<f4", b"data": b""}),
-    packed({b"complex": True, b"data": "x"}),
-]
-
-
-@pytest.mark.parametrize("content", NO_MSGPACK)
-def test_msgpack_that_makes_no_sense(content: bytes) -> None:
-    with pytest.raises(hf.DamagedCheckpointError):
-        decode_state(content)
-
-
 def test_every_byte_of_a_msgpack_state() -> None:
     content = packed(
         {"a": np.arange(4.0), "b": [1, -5, 1 << 40, 2.5, "text", b"bytes", None, True, 1j], "c": {"d": {}}}
@@ -318,12 +303,18 @@ def test_every_byte_of_a_msgpack_state() -> None:
         for bit in range(8):
             flipped = bytearray(content)
             flipped[position] ^= 1 << bit
-            try:
+            with contextlib.suppress(hf.DamagedCheckpointError):
                 decode_state(bytes(flipped))
-            except hf.DamagedCheckpointError:
-                continue
         with pytest.raises(hf.DamagedCheckpointError):
             decode_state(content[:position])
+    for wrong in (
+        {b"nd": True, b"type": "|O", b"kind": b"O", b"shape": [1], b"data": pickled(1)},
+        {b"nd": True, b"type": "<f4", b"shape": [1]},
+        {b"nd": False, b"type": "<f4", b"data": b""},
+        {b"complex": True, b"data": "x"},
+    ):
+        with pytest.raises(hf.DamagedCheckpointError):
+            decode_state(packed(wrong))
     assert decode_state(b"\xca" + struct.pack(">f", 0.1)) == struct.unpack(">f", struct.pack(">f", 0.1))[0]
 
 

@@ -179,9 +179,7 @@ def test_what_a_layer_of_the_program_saves_by_itself(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("thing", [keras_like.Sequential([keras_like.Dense()]), keras_like.Optimizer()])
 def test_what_is_not_built_yet_is_an_error(tmp_path: Path, thing: Any) -> None:
-    with pytest.raises(
-        UnsupportedLeafError, match=r"net: has no variables yet because it is not built: call its build\("
-    ):
+    with pytest.raises(UnsupportedLeafError, match=r"net: has no variables yet .* not built: call its build\("):
         graph.Checkpoint(net=thing).save(tmp_path / "ckpt")
     assert not list(tmp_path.iterdir())
 

@@ -229,11 +229,9 @@ def test_containers_of_other_classes(tmp_path: Path) -> None:
             super().__init__(a=1)
             self.__dict__ = self
 
-    masked = np.ma.MaskedArray([1.0, 2.0], mask=[True, False])
-    replay = r"thing: is a .*Replay with its own attributes \(position\)"
-    for thing, message in ((Replay(), replay), (masked, "thing: is a masked array")):
-        with pytest.raises(hf.errors.UnsupportedLeafError, match=message):
-            graph.Checkpoint(thing=thing).save(tmp_path / "x")
+    message = r"replay: is a .*Replay with its own attributes \(position\)"
+    with pytest.raises(hf.errors.UnsupportedLeafError, match=message):
+        graph.Checkpoint(replay=Replay()).save(tmp_path / "x")
     state = collections.OrderedDict(torch.nn.Linear(1, 1).state_dict())
     again = graph.Checkpoint(settings=Settings(), state=state)
     again.restore(again.save(tmp_path / "x")).assert_consumed()
