@@ -238,25 +238,20 @@ def test_what_is_refused_changes_nothing(keep: Any) -> None:
     assert torch.equal(learner.policies["p0"].l1.weight, weight)
 
 
-def test_what_is_kept_may_be_of_components_that_are_yet_to_be_made() -> None:
-    learner = Learner(names=("p0",))
-    report = learner.restore_from_path("run", keep="policies/p1/**")
-    assert report.unused == ("policies/p1",)
-    assert learner.updates == 7
+def test_what_is_kept_and_what_is_strict() -> None:
+    learner: Any = Learner(names=("p0",))
+    report = learner.restore_from_path("run", keep="policies/p1/**")  # which is yet to be made
+    assert (report.unused, learner.updates) == (("policies/p1",), 7)
 
+    policy = Policy(5)
+    bias = policy.l1.bias.detach().clone()
+    report = policy.restore_from_path("run/policies/p0", keep="**/weight")  # which does not fit
+    assert report.restored == ("(root)",)
+    assert policy.l1.weight.shape == (2, 5)
+    assert not torch.equal(policy.l1.bias, bias)
 
-def test_what_is_strict_restores_what_both_have() -> None:
     learner = Learner()
-    learner.fresh = 5  # type: ignore[attr-defined]  # which the checkpoint does not have
+    learner.fresh = 5  # which the checkpoint does not have
     with pytest.raises(hf.TreeMismatchError, match=r"strict=True\); what both have was restored:\n.*fresh"):
         learner.restore_from_path("run", strict=True)
     assert learner.updates == 7
-
-
-def test_what_does_not_fit_may_be_kept() -> None:
-    policy = Policy(5)
-    bias = policy.l1.bias.detach().clone()
-    report = policy.restore_from_path("run/policies/p0", keep="**/weight")
-    assert policy.l1.weight.shape == (2, 5)
-    assert not torch.equal(policy.l1.bias, bias)
-    assert report.restored == ("(root)",)

@@ -24,7 +24,6 @@ import holdfast as hf
 from holdfast import graph
 from holdfast.engine.errors import UnsupportedLeafError
 
-torch.set_num_threads(1)
 create_state: Any = TrainState.create  # which has no types
 
 

@@ -216,9 +216,7 @@ MODULES: dict[str, tuple[Callable[[], torch.nn.Module], Callable[[Program], None
 }
 
 
-@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated", "ignore:TypedStorage is deprecated")
-@pytest.mark.filterwarnings("ignore:.*quantized tensor creation functions")
-@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.filterwarnings("ignore:.*quantiz", "ignore:TypedStorage is deprecated")
 @pytest.mark.parametrize(("make", "train"), MODULES.values(), ids=MODULES.keys())
 def test_modules_are_restored_as_torch_does(
     tmp_path: Path, make: Callable[[], torch.nn.Module], train: Callable[[Program], None]

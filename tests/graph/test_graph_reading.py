@@ -240,26 +240,18 @@ def test_the_newest_checkpoint_is_the_newest_committed_one(place: str, monkeypat
 # ---- damage
 
 
-def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
-    checkpoint = graph.Checkpoint(net=graph.Node(w=np.arange(5.0), n=3), name="x")
-    path = Path(checkpoint.write(tmp_path / "x"))
-    random_numbers = random.Random(1)
-    for file in sorted(path.rglob("*")):
-        if not file.is_file():
-            continue
-        content = file.read_bytes()
-        places = range(len(content)) if file.name == "graph.json" else random_numbers.sample(range(len(content)), 12)
-        for place in places:
-            file.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
-            other = graph.Checkpoint(net=graph.Node(w=np.zeros(5), n=0), name="")
-            try:
-                other.read(path).assert_consumed()
-            except hf.HoldfastError:
-                assert not other.net.w.any()
-            else:
-                assert (other.net.w.tolist(), other.net.n, other.name) == ([0, 1, 2, 3, 4], 3, "x")
-                assert file.name != "graph.json"
-        file.write_bytes(content)
+def test_every_flipped_byte_of_a_graph_is_found(tmp_path: Path) -> None:
+    saved = graph.Checkpoint(net=graph.Node(w=np.arange(5.0), n=3), name="x")
+    path = Path(saved.write(tmp_path / "x"))
+    file = path / "state" / "graph.json"
+    content = file.read_bytes()
+    for place in range(len(content)):
+        file.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        other = graph.Checkpoint(net=graph.Node(w=np.zeros(5), n=0), name="")
+        with pytest.raises(hf.HoldfastError):
+            other.read(path)
+        assert not other.net.w.any()
+    file.write_bytes(content)
     assert hf.verify(path).ok
 
 

@@ -17,8 +17,6 @@ from tests.versions import nnx_update
 
 from holdfast import graph
 
-torch.set_num_threads(1)
-
 
 class Batches:
     """An endless iterator over shuffled examples, which can be put back to where it was."""

@@ -15,8 +15,6 @@ from lightning.fabric import Fabric
 import holdfast as hf
 from holdfast import graph
 
-torch.set_num_threads(1)
-
 
 def new_net(seed: int) -> torch.nn.Module:
     torch.manual_seed(seed)

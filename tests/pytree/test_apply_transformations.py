@@ -130,21 +130,13 @@ def test_a_transformation_of_a_container_applies_to_all_leaves_below(
     assert apply_transformations(ORIGINAL, {key: transform}, new) == expected
 
 
-@pytest.mark.parametrize(
-    ("keys", "winner"),
-    [
-        (["b/c", "b/.*"], "b/c"),
-        (["b/.*", "b/c"], "b/c"),
-        (["b", "b/c"], "b/c"),
-        (["b/.*", "b"], "b"),
-        (["b/.", ".*"], "b/."),
-        ([".*", "b/."], ".*"),
-        (["[b]", "b/."], "b/."),
-        (["", "b"], "b"),
-        (["", ".*"], ""),
-    ],
-    ids=lambda value: str(value),
-)
+WINNERS: list[tuple[list[str], str]] = [
+    (["b/c", "b/.*"], "b/c"), (["b/.*", "b/c"], "b/c"), (["b", "b/c"], "b/c"), (["b/.*", "b"], "b"),
+    (["b/.", ".*"], "b/."), ([".*", "b/."], ".*"), (["[b]", "b/."], "b/."), (["", "b"], "b"), (["", ".*"], ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("keys", "winner"), WINNERS, ids=str)
 def test_which_transformation_applies(keys: list[str], winner: str) -> None:
     """Keys written out go before patterns, longer before shorter, first before later."""
 
@@ -166,32 +158,21 @@ def test_keys_match_paths_as_messages_show_them() -> None:
         assert [one for one in negative.values() if one < 0] == [-value]
 
 
+# The original, the new tree, and the result.
+CONTAINERS: dict[str, tuple[Any, Any, Any]] = {
+    "dict": ({"mu": 1, "nu": 2}, Pair(0, 0), Pair(1, 2)),
+    "pair": ({"mu": 3, "nu": 4}, {"nu": 0, "mu": 0}, {"nu": 4, "mu": 3}),
+    "list": ((5, 6), [0, 0], [5, 6]),
+    "state": ({"step": 7, "params": {"w": 8}}, State(0, freeze({"w": 0})), State(7, freeze({"w": 8}))),
+    "frozen": ({"w": 9}, freeze({"w": 0}), freeze({"w": 9})),
+    "ordered": ({"y": 10, "x": 11}, OrderedDict(x=0, y=0), OrderedDict(x=11, y=10)),
+}
+
+
 def test_the_containers_are_those_of_the_new_tree() -> None:
-    original = {
-        "dict": {"mu": 1, "nu": 2},
-        "pair": {"mu": 3, "nu": 4},
-        "list": (5, 6),
-        "state": {"step": 7, "params": {"w": 8}},
-        "frozen": {"w": 9},
-        "ordered": {"y": 10, "x": 11},
-    }
-    new = {
-        "dict": Pair(0, 0),
-        "pair": {"nu": 0, "mu": 0},
-        "list": [0, 0],
-        "state": State(0, freeze({"w": 0})),
-        "frozen": freeze({"w": 0}),
-        "ordered": OrderedDict(x=0, y=0),
-    }
+    original, new, expected = ({name: case[part] for name, case in CONTAINERS.items()} for part in range(3))
     found = apply_transformations(original, {}, new)
-    assert found == {
-        "dict": Pair(1, 2),
-        "pair": {"nu": 4, "mu": 3},
-        "list": [5, 6],
-        "state": State(7, freeze({"w": 8})),
-        "frozen": freeze({"w": 9}),
-        "ordered": OrderedDict(x=11, y=10),
-    }
+    assert found == expected
     assert type(found["frozen"]) is FrozenDict
     assert type(found["state"]) is State
     assert list(found["pair"]) == ["nu", "mu"]
