@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.clocks import FakeClock
 
 import holdfast as hf
 from holdfast import graph
@@ -203,8 +204,8 @@ KEPT: dict[str, list[Opened]] = {
 
 @pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
 @pytest.mark.parametrize("managers", KEPT.values(), ids=list(KEPT))
-def test_limits_and_hours_decide_what_is_kept(managers: list[Opened], background: bool, place: str, clock: Any) -> None:
-    checkpoint = graph.Checkpoint(step=0)
+def test_limits_and_hours_decide_what_is_kept(managers: list[Opened], background: bool, place: str) -> None:
+    checkpoint, clock = graph.Checkpoint(step=0), FakeClock(3.0)
     for limits, times, listed, kept in managers:
         in_background = background and limits == FIRST[0]  # elsewhere, the clock moves on while it saves
         with graph.CheckpointManager(checkpoint, place, *limits, clock=clock, background=in_background) as manager:

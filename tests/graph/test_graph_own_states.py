@@ -70,7 +70,7 @@ class Whole(torch.nn.Module):
 
 
 class Part(torch.nn.Module):
-    """Counts what it has seen, and says so as a part of any module."""
+    """Counts what it has seen, and says so as a part of any module, in a list of tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,10 +79,11 @@ class Part(torch.nn.Module):
 
     def _save_to_state_dict(self, state: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(state, prefix, keep_vars)
-        state[f"{prefix}seen"] = torch.tensor(self.seen)
+        state[f"{prefix}seen"] = [torch.ones(2), torch.tensor(self.seen)]
 
     def _load_from_state_dict(self, state: Any, prefix: str, *args: Any) -> None:
-        self.seen = int(state.pop(f"{prefix}seen"))
+        _, seen = state.pop(f"{prefix}seen")
+        self.seen = int(seen)
         super()._load_from_state_dict(state, prefix, *args)
 
 
@@ -128,23 +129,6 @@ class Bank(torch.nn.Module):
         super()._load_from_state_dict(state, prefix, *args)
 
 
-class Metric(torch.nn.Module):
-    """Keeps a list of tensors, of which only its own methods know, as metrics of torchmetrics do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.value: list[torch.Tensor] = []
-
-    def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        state = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
-        state[f"{prefix}value"] = [one.clone() for one in self.value]
-        return state
-
-    def _load_from_state_dict(self, state: Any, prefix: str, *args: Any) -> None:
-        self.value = state.pop(f"{prefix}value")
-        super()._load_from_state_dict(state, prefix, *args)
-
-
 class Sparse(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -175,17 +159,6 @@ def grow(program: Program) -> None:
     program["model"][0].memory = torch.randn(4, 3)
 
 
-def observe(program: Program) -> None:
-    metric = program["model"] if isinstance(program["model"], Metric) else program["model"].metric
-    metric.value += [torch.tensor([1.0, 2.0]), torch.tensor([3.0])]
-
-
-def with_metric() -> torch.nn.Module:
-    model = torch.nn.Linear(2, 2)
-    model.metric = Metric()
-    return model
-
-
 def channels_last() -> torch.nn.Module:
     model: Any = torch.nn.Conv2d(2, 3, 2)
     model.to(memory_format=torch.channels_last)
@@ -208,8 +181,6 @@ MODULES: dict[str, tuple[Callable[[], torch.nn.Module], Callable[[Program], None
     "hooks in another module": (lambda: torch.nn.Sequential(Hooked(), torch.nn.BatchNorm1d(2)), count),
     "an extra state": (lambda: torch.nn.Sequential(Extra()), count),
     "a buffer that grows": (lambda: torch.nn.Sequential(Bank()), grow),
-    "a metric": (Metric, observe),
-    "a metric in another module": (with_metric, observe),
     "sparse buffers": (lambda: torch.nn.Sequential(Sparse()), lambda _: None),
     "channels last": (channels_last, count),
     "quantized": (quantized, lambda _: None),
