@@ -300,28 +300,21 @@ def test_missing_and_extra_parts_are_reported(place: str, caplog: pytest.LogCapt
 class League(Checkpointable):
     """Policies that exist because the state says so."""
 
-    def __init__(self) -> None:
-        self.members: dict[str, Policy] = {}
-
-    def add(self, name: str) -> None:
-        self.members[name] = Policy(3)
+    def __init__(self, *names: str) -> None:
+        self.members = {name: Policy(3) for name in names}
 
     def get_state(self, components: Any = None, *, not_components: Any = None, **options: Any) -> dict[str, Any]:
         return {**super().get_state(components, not_components=not_components), "names": sorted(self.members)}
 
     def set_state(self, state: Any) -> None:
         for name in state.get("names", ()):
-            if name not in self.members:
-                self.add(name)
+            self.members.setdefault(name, Policy(3))
         super().set_state({key: value for key, value in state.items() if key != "names"})
 
 
 def test_parts_born_from_state_are_restored(place: str) -> None:
-    league = League()
-    league.add("a")
-    league.add("b")
+    league, found = League("a", "b"), League()
     path = league.save_to_path(place)
-    found = League()
     report = found.restore_from_path(path, strict=True)
     assert set(report.restored) == {"(root)", "members/a", "members/b"}
     direct = League()

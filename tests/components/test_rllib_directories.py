@@ -114,8 +114,8 @@ class Modules(Checkpointable, torch.nn.Module):
 
 
 class Learner(Checkpointable):
-    def __init__(self) -> None:
-        self.rl_module = Modules()
+    def __init__(self, modules: Any = None) -> None:
+        self.rl_module: Any = Modules() if modules is None else modules
         self.updates, self.rate, self.mean = 0, 0.0, np.ones(3)
 
 
@@ -188,8 +188,6 @@ class Filter(Checkpointable):
 
 
 class Plain(Checkpointable):
-    """Has no state of its own making."""
-
     def __init__(self) -> None:
         self.statistics: dict[str, Any] = {}
 
@@ -213,37 +211,25 @@ def test_statistics_under_the_key_none_reach_the_filter(tmp_path: Path, form: st
     assert (report.complete, report.unused_values) == (False, (lost,))
 
 
-class DictionaryLearner(Checkpointable):
-    """Has its modules in a dictionary."""
-
-    def __init__(self) -> None:
-        self.rl_module = {"p0": Module()}
-        self.updates, self.rate, self.mean = 0, 0.0, np.ones(3)
-
-
-def test_a_state_to_save_may_nest_names_like_directories(tmp_path: Path) -> None:
-    policy = {"rl_module": {"p0": DictionaryLearner().get_state()["rl_module/p0"]}}
-    path = DictionaryLearner().save_to_path(tmp_path / "x", state={"updates": 3, **policy})
-    running = DictionaryLearner()
-    report = running.restore_from_path(path)
-    assert (running.updates, report.missing, report.unused_values) == (3, (), ())
-
-
 def test_a_dictionary_of_components_is_the_same_tree(tmp_path: Path, ray_class: type) -> None:
     path = write(tmp_path / "x", ray_class, "msgpack")
-    learner = DictionaryLearner()
+    learner = Learner({"p0": Module()})
     report = learner.restore_from_path(path)
     assert (report.missing, report.unused) == ((), ())
     assert np.array_equal(values_of(learner.rl_module["p0"])["net.0.weight"], WEIGHTS["net.0.weight"])
 
-    learner = DictionaryLearner()
+    learner, fresh = Learner({"p0": Module()}), Learner({"p0": Module()})
     state = read_state(path)
     learner.set_state(state)
     assert learner.updates == 7
     assert np.array_equal(values_of(learner.rl_module["p0"])["net.0.bias"], WEIGHTS["net.0.bias"])
     assert list(state["rl_module"]) == ["p0"]  # which is not changed
-    learner.set_state(DictionaryLearner().get_state())
+    learner.set_state(fresh.get_state())
     assert learner.updates == 0
+    # A state to save may nest names as directories do.
+    nested = {"updates": 3, "rl_module": {"p0": fresh.get_state()["rl_module/p0"]}}
+    report = learner.restore_from_path(fresh.save_to_path(tmp_path / "nested", state=nested))
+    assert (learner.updates, report.missing, report.unused_values) == (3, (), ())
 
 
 def test_hostile_pickles_run_nothing(tmp_path: Path, ray_class: type, caplog: pytest.LogCaptureFixture) -> None:
