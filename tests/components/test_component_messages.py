@@ -68,14 +68,11 @@ def made(kind: Any, path: str, **arguments: Any) -> Any:
 POLICY = f"{Policy.__module__}:Policy"
 # What is done, and what the error says of it, for each class of errors.
 NOT_FOUND: dict[str, tuple[Callable[[], Any], str]] = {
-    "path of a component": (lambda: restored("run/p0"), "run/p0: ~/run has no such component; it has policies/p0, "),
-    "directory between": (
-        lambda: restored("run/policies"),
-        "has no such component; below it are policies/p0, policies/p1",
-    ),
+    "path of a component": (lambda: restored("run/p0"), "~/run has no such component; it has policies/p0, policies/p1"),
+    "directory between": (lambda: restored("run/policies"), "no such component; below it are policies/p0, policies/p1"),
     "state": (
         lambda: restored("run/policies/p0/state"),
-        "this folder holds a component's state; give the .* directory",
+        "this folder holds a component's state; give the component's directory, one level up",
     ),
     "file of it": (lambda: restored("run/metadata.json"), "this is a file, but a component is a directory"),
     "file of torch": (lambda: restored("policy.pt", Policy()), "Read files of other libraries with hf.load"),
@@ -120,11 +117,11 @@ NOT_VALID: dict[str, tuple[Callable[[], Any], str]] = {
     "keep of another kind": (lambda: restored("run", keep=5), "keep=5 must be a pattern"),
     "another class": (
         lambda: made(Policy, "run"),
-        "run holds a .*messages:Learner, which is not a .*:Policy: call",
+        "run holds a tests.components.test_component_messages:Learner, which is not a .*:Policy: call from_check",
     ),
     "override": (
         lambda: made(Learner, "run", learning_rate=1),
-        "takes no argument 'learning_rate'; it takes names, rate",
+        "Learner takes no argument 'learning_rate'; it takes names, rate",
     ),
     "import path": (
         lambda: made(Brain, "run/policies/p0", renamed={"game.Policy": Brain}),
