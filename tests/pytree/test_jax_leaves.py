@@ -11,7 +11,7 @@ from tests.versions import enable_x64, unchecked_shard_map
 
 import holdfast as hf
 from holdfast.engine.errors import UnsupportedLeafError
-from holdfast.engine.pytree import ArrayLeaf, Saved, compare, describe, describe_template
+from holdfast.engine.pytree import ArrayLeaf, Saved, compare, describe, describe_template, materialize
 
 jax = pytest.importorskip("jax")
 jnp: Any = jax.numpy
@@ -64,13 +64,17 @@ def test_64_bit_arrays_come_back_where_jax_has_them(save: Any) -> None:
     ids=str,
 )
 def test_arrays_over_several_devices_come_in_pieces(spec: Any, pieces: int, told: Any, mesh: Any) -> None:
-    leaf = leaf_of(jax.device_put(jnp.arange(64.0).reshape(8, 8), jax.sharding.NamedSharding(mesh, spec)))
+    array = jax.device_put(jnp.arange(64.0).reshape(8, 8), jax.sharding.NamedSharding(mesh, spec))
+    leaf = leaf_of(array)
     assert len(leaf.pieces) == pieces
     assert not leaf.volatile
     assert leaf.details == {
         "kind": "jax",
         "sharding": {"type": "NamedSharding", "mesh": {"axes": [["x", 2], ["y", 2]]}, "spec": told},
     }
+    # A whole array in memory is spread as a template asks.
+    [again] = materialize([*describe_template(["w"], [array])], [Saved.of(leaf)], [np.asarray(array)], ["w"])
+    assert_same(again, array)
 
 
 def test_weak_types_come_back_as_the_template_has_them(mesh: Any, save: Any) -> None:
