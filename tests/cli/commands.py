@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,23 +11,43 @@ import pytest
 from holdfast.cli.main import main
 
 
-def output_of(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 0) -> str:
-    """Runs the command, which says nothing on standard error; returns what it prints."""
+def said_by(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 0) -> tuple[str, str]:
+    """Runs the command; returns what it says on standard output, and on standard error."""
     capsys.readouterr()  # what the test itself has said before
     found = main([str(argument) for argument in arguments])
     captured = capsys.readouterr()
-    assert (found, captured.err) == (status, ""), captured.err
-    return captured.out
+    assert found == status, captured.out + captured.err
+    assert "Traceback" not in captured.err
+    return captured.out, captured.err
+
+
+def output_of(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 0) -> str:
+    """Runs the command, which says nothing on standard error; returns what it prints."""
+    out, err = said_by(capsys, *arguments, status=status)
+    assert err == ""
+    return out
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *arguments: object, status: int) -> str:
     """Runs the command, which fails; returns what it says on standard error, and nowhere else."""
-    capsys.readouterr()  # what the test itself has said before
-    found = main([str(argument) for argument in arguments])
-    captured = capsys.readouterr()
-    assert (found, captured.out) == (status, ""), captured.out
-    assert "Traceback" not in captured.err
-    return captured.err
+    out, err = said_by(capsys, *arguments, status=status)
+    assert out == ""
+    return err
+
+
+def flip_a_bit(checkpoint: Path) -> None:
+    """Damages the data of a checkpoint, leaving the sizes of all files as they are, and files that share it whole."""
+    files = [path for path in checkpoint.glob("**/d/*") if path.name != "index"]
+    file = max(files, key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[5] ^= 1
+    file.unlink()
+    file.write_bytes(content)
+
+
+def cut_short(file: Path) -> None:
+    """Leaves the end of a file out."""
+    file.write_bytes(file.read_bytes()[:-20])
 
 
 class Cli:
