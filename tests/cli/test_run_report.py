@@ -19,7 +19,6 @@ import holdfast as hf
 from holdfast.cli.report import duration
 from holdfast.cli.run_report import charts, facts, page
 from holdfast.cli.run_report.history import History, read_history
-from holdfast.cli.run_report.markup import tag
 from holdfast.engine.manager import Experience, read_events
 
 HOSTILE = "</script><!--<script>"
@@ -39,7 +38,7 @@ class Page(HTMLParser):
         assert not self._open, [self.elements[one][0] for one in self._open]
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs), []))
+        self.handle_startendtag(tag, attrs)
         if tag not in {"meta", "link", "input"}:
             self._open.append(len(self.elements) - 1)
 
@@ -58,17 +57,18 @@ class Page(HTMLParser):
 
     def texts(self, tag: str, kind: str | None = None) -> list[str]:
         """Returns the text directly inside of all elements with a tag, and a class."""
-        return ["".join(text) for _, text in self._of(tag, kind)]
+        return ["".join(text) for name, found, text in self.elements if name == tag and _has(found, kind)]
 
     def values(self, tag: str, attribute: str, kind: str | None = None) -> list[str | None]:
-        return [found.get(attribute) for found, _ in self._of(tag, kind) if attribute in found]
-
-    def _of(self, tag: str, kind: str | None) -> list[tuple[dict[str, str | None], list[str]]]:
         return [
-            (found, text)
-            for name, found, text in self.elements
-            if name == tag and (kind is None or kind in (found.get("class") or "").split())
+            found[attribute]
+            for name, found, _ in self.elements
+            if name == tag and attribute in found and _has(found, kind)
         ]
+
+
+def _has(attributes: dict[str, str | None], kind: str | None) -> bool:
+    return kind is None or kind in (attributes.get("class") or "").split()
 
 
 def event(name: str, time: float, run: str = "a", **facts: Any) -> dict[str, Any]:
@@ -81,9 +81,12 @@ def saved(time: float, step: int, run: str = "a", **facts: Any) -> dict[str, Any
 
 
 def report(cli: Cli, *arguments: object, output: Path) -> Page:
-    said = cli.output("report", *arguments, "-o", output)
-    assert said.startswith(f"{output}: ")
+    assert cli.output("report", *arguments, "-o", output).startswith(f"{output}: ")
     return Page(output.read_text())
+
+
+def page_of(*runs: facts.RunFacts, now: float = 0.0) -> str:
+    return page.draw_page(runs, now=now, version="1")
 
 
 # ---- what events say
@@ -154,33 +157,30 @@ def test_metrics_come_from_saves_and_later_events() -> None:
     assert history.metrics == {"a": {5: 2.5}, "b/c": {5: 2.0}, "two/0": {5: 3.0}, "two/1": {5: 4.0}}
 
 
-def test_events_of_fallbacks_failures_and_mirrors() -> None:
+def test_what_happened_is_told() -> None:
     skipped = [{"step": 9, "damage": "missing"}, {"step": "x"}, 7]
     history = read_history(
         [event("started", 1), event("restored", 2, step=8, skipped=skipped)]
         + [event("save_failed", 3, step=9, error="StorageFullError: full")]
+        + [event("mirror_failed", 4, mirror="s3://b/r", error="no answer")]
+        + [event("fetched", 5, step=8, bytes=2, seconds=1)]
+        + [event("started", 6, "b"), event("restored", 7, "b", step=8, local=True, peer_bytes=5)]
         + [
-            event("mirror_failed", 4, mirror="s3://b/r", error="no answer"),
-            event("fetched", 5, step=8, bytes=2, seconds=1),
+            event("saved_locally", 8, "b", step=12, saves=4),
+            event("local_failed", 9, "b", step=14, error="host b: full"),
         ]
+        + [event("started", 10, "c"), event("restored", 11, "c", step=12, local=True, peer_bytes=0)]
     )
     assert (history.fallbacks, history.failures) == (1, 1)
     marks = [note.mark for note in history.notes if note.mark]
-    assert marks == ["start", "fallback", "failed save", "mirror failed", "lost", "fetched"]
-    (fallback,) = [note for note in history.notes if note.mark == "fallback"]
-    assert fallback.title == "Fell back to step 8: 1 step damaged (9)"
-
-
-def test_local_steps_are_told() -> None:
-    history = read_history(
-        [event("started", 1), event("restored", 2, step=8, local=True, peer_bytes=5)]
-        + [event("saved_locally", 3, step=12, saves=4), event("local_failed", 4, step=14, error="host b: full")]
-        + [event("started", 5), event("restored", 6, step=12, local=True, peer_bytes=0)]
-    )
-    titles = [note.title for note in history.notes]
-    assert "Step 8 came from local steps of the hosts" in titles
-    assert "The local save of step 14 failed" in titles
-    assert history.attempts[0].last_step == 12
+    assert marks[:5] == ["start", "fallback", "failed save", "mirror failed", "lost"]
+    assert "fetched" in marks
+    assert {note.title for note in history.notes} > {
+        "Fell back to step 8: 1 step damaged (9)",
+        "Step 8 came from local steps of the hosts",
+        "The local save of step 14 failed",
+    }
+    assert history.attempts[1].last_step == 12
 
 
 def test_how_resumes_proved() -> None:
@@ -195,25 +195,16 @@ def test_how_resumes_proved() -> None:
         + [event("started", 30, "e"), event("restored", 31, "e", step=4), event("finished", 32, "e", step=9)]
     )
     assert [one.proof for one in history.attempts] == [None, "exact", "inexact", "rounding", None]
+    words = ["exact", "not exact", "exact up to rounding"]
     texts = [note.text for note in history.notes if note.title == "Started again"]
-    assert [text.rpartition(", restored")[2] for text in texts] == [
-        ": exact",
-        ": not exact",
-        ": exact up to rounding",
-        "",
-    ]
+    assert [text.rpartition(", restored")[2] for text in texts] == [*(f": {word}" for word in words), ""]
     (note,) = (note for note in history.notes if note.mark == "inexact")
     said = (note.tone, note.title, note.text)
     assert said == ("bad", "The resume from step 4 is not exact", "different from before the stop: batch, state")
-    text = page.draw_page([facts.RunFacts("run", "place", [], history, has_events=True)], now=40.0, version="1")
-    shown = Page(text)
+    shown = Page(page_of(facts.RunFacts("run", "place", [], history, has_events=True), now=40.0))
     assert "1 resume was not exact, the last one from step 4: batch, state differ" in shown.texts("li", "bad")
     assert "1 exact, 1 not exact, 1 exact up to rounding, 1 not compared" in shown.texts("span")
-    assert [one for one in shown.texts("span", "badge") if "exact" in one] == [
-        "exact",
-        "not exact",
-        "exact up to rounding",
-    ]
+    assert [one for one in shown.texts("span", "badge") if "exact" in one] == words
 
 
 WHOLE = [
@@ -249,7 +240,7 @@ def test_any_value_of_any_event(tmp_path: Path, value: Any) -> None:
                 (tmp_path / "events.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in events))
                 found = read_history(read_events(tmp_path / "events.jsonl")[0])
                 assert found.attempts
-        page.draw_page([facts.RunFacts("run", "place", [], found, has_events=True)], now=0.0, version="1")
+        page_of(facts.RunFacts("run", "place", [], found, has_events=True))
 
 
 def test_any_line_of_the_events(cli: Cli, run: Path, tmp_path: Path) -> None:
@@ -351,6 +342,23 @@ def test_the_page_of_a_run(cli: Cli, run: Path, tmp_path: Path) -> None:
     assert found.texts("pre") == [json.dumps({"name": HOSTILE}, indent=2)]
     tables = ["Other intervals", "Kept steps", "Values by leaf", "Starts of the program"]
     assert found.values("div", "aria-label", "table") == tables
+    # It asks for nothing.
+    policy = found.values("meta", "content")[1]
+    assert policy is not None
+    assert policy.startswith("default-src 'none'; style-src 'unsafe-inline'; ")
+    links = [url for _, attributes, _ in found.elements for name, url in attributes.items() if name in ("src", "href")]
+    assert links == ["data:,"]
+    assert "url(" not in "".join(found.texts("style"))
+
+
+def saved_run(run: Path, *steps: int, events: list[dict[str, Any]] | None = None) -> Path:
+    """Makes a run with some steps, which may be said to have had other events."""
+    with hf.CheckpointManager(run) as manager:
+        for step in steps:
+            manager.save(step, {"w": np.ones(2, np.float32)})
+    if events is not None:
+        (run / "events.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in events))
+    return run
 
 
 def test_what_other_intervals_would_have_cost(cli: Cli, tmp_path: Path) -> None:
@@ -362,10 +370,7 @@ def test_what_other_intervals_would_have_cost(cli: Cli, tmp_path: Path) -> None:
         events += [saved(began + place, place, name, blocked_seconds=1.0) for place in (43_080, 43_140, 43_200)]
         events += [event("ended", began + 43_200, name, how="crashed", status=1, step=43_200)]
     events += [event("started", 432_100, "last"), event("of the program", 432_200, "last")]
-    run = tmp_path / "run"
-    with hf.CheckpointManager(run) as manager:
-        manager.save(1, {"w": np.ones(2, np.float32)})
-    (run / "events.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in events))
+    run = saved_run(tmp_path / "run", 1, events=events)
 
     best = Experience(events).best()
     line = "run: saves every 1 min 00 s are expected to lose 25 min 31 s a day, and every 4 min 56 s 10 min 16 s: "
@@ -376,13 +381,8 @@ def test_what_other_intervals_would_have_cost(cli: Cli, tmp_path: Path) -> None:
     )
     found = Page(target.read_text())
     place = found.texts("td").index("1,440")
-    assert found.texts("td")[place - 1 : place + 4] == [
-        "1 min 00 s ",
-        "1,440",
-        "24 min 00 s",
-        "1 min 31 s",
-        "25 min 31 s",
-    ]
+    row = ["1 min 00 s ", "1,440", "24 min 00 s", "1 min 31 s", "25 min 31 s"]
+    assert found.texts("td")[place - 1 : place + 4] == row
     assert found.texts("span", "badge")[:4] == ["half", "used", "double", "loses least"]
     (text,) = (text for text in found.texts("p") if text.startswith("What saving at each interval"))
     assert "A save costs 1.0 s of training and is durable after 1.0 s" in text
@@ -398,12 +398,10 @@ def test_what_other_intervals_would_have_cost(cli: Cli, tmp_path: Path) -> None:
 
 def test_a_run_that_learns_its_interval(cli: Cli, tmp_path: Path) -> None:
     """The command gives no advice, and the page says in which bounds it learns."""
-    run = tmp_path / "run"
-    with hf.CheckpointManager(run) as manager:
-        manager.save(1, {"w": np.ones(2, np.float32)})
     told = event("interval", 250, seconds=280.0, least=60.0, greatest=3600.0, why="a save costs 1s")
-    events = [event("started", 1), saved(100, 1), told, saved(200, 2), saved(300, 3)]
-    (run / "events.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in events))
+    run = saved_run(
+        tmp_path / "run", 1, events=[event("started", 1), saved(100, 1), told, saved(200, 2), saved(300, 3)]
+    )
     target = tmp_path / "report.html"
     assert cli.output("report", run, "-o", target).count("\n") == 1
     found = Page(target.read_text())
@@ -411,29 +409,9 @@ def test_a_run_that_learns_its_interval(cli: Cli, tmp_path: Path) -> None:
     assert text.endswith("The run learns its interval, between 1 min 00 s and 1 h 00 min.")
     assert "Saves every 4 min 40 s from here on, as learned" in found.texts("b")
     assert "a save costs 1s" in found.texts("span")
-
-
-def test_other_intervals_need_two_saves_of_one_start(cli: Cli, tmp_path: Path) -> None:
-    for step in (1, 2):
-        with hf.CheckpointManager(tmp_path / "run") as manager:
-            manager.save(step, {"w": np.ones(2, np.float32)})
-    found = report(cli, tmp_path / "run", output=tmp_path / "report.html")
-    assert "Other intervals" not in found.texts("h3")
-
-
-def test_text_is_no_markup() -> None:
-    text = f'{HOSTILE}{chr(0x2028)}&"'
-    found = Page(tag("p", text, tag("b", text, class_=None, hidden=True), title=text, data_v=0.5))
-    assert found.elements == [("p", {"title": text, "data-v": "0.5"}, [text]), ("b", {"hidden": None}, [text])]
-
-
-def test_the_page_asks_for_nothing(cli: Cli, run: Path, tmp_path: Path) -> None:
-    found = report(cli, run, output=tmp_path / "report.html")
-    assert found.values("meta", "content", None)[1].startswith("default-src 'none'; style-src 'unsafe-inline'; ")  # type: ignore[union-attr]
-    assert [
-        url for tag, attributes, _ in found.elements for name, url in attributes.items() if name in ("src", "href")
-    ] == ["data:,"]
-    assert "url(" not in "".join(found.texts("style"))
+    for step in (1, 2):  # a save of each start shows no interval
+        saved_run(tmp_path / "other", step)
+    assert "Other intervals" not in report(cli, tmp_path / "other", output=target).texts("h3")
 
 
 def test_values_are_those_of_show(cli: Cli, run: Path, tmp_path: Path) -> None:
@@ -452,23 +430,18 @@ def test_values_are_those_of_show(cli: Cli, run: Path, tmp_path: Path) -> None:
     assert "Norm from step 4 to 6" in few.texts("button")
     one = report(cli, run, "--norm-steps", 1, output=tmp_path / "one.html")
     assert not any("Norm from step" in text for text in one.texts("button"))
-
-
-def test_earlier_steps_that_are_too_large_are_left_out(run: Path) -> None:
     reading = facts.Reading(earlier_bytes=hf.list_checkpoints(run)[0].bytes + 1)
-    read = facts.read_run(hf.storage.as_location(run), reading)
-    found = Page(page.draw_page([read], now=0.0, version="1"))
-    assert any("1 of 2 chosen earlier" in text and "--norm-steps 3 reads all" in text for text in found.texts("p"))
-    assert "Norm from step 5 to 6" in found.texts("button")
+    bounded = Page(page_of(facts.read_run(hf.storage.as_location(run), reading)))
+    assert any("1 of 2 chosen earlier" in text and "--norm-steps 3 reads all" in text for text in bounded.texts("p"))
+    assert "Norm from step 5 to 6" in bounded.texts("button")
 
 
 def test_a_damaged_newest_step(cli: Cli, run: Path, tmp_path: Path) -> None:
     (run / "6" / "state" / "tree.json").unlink()
     found = report(cli, run, output=tmp_path / "report.html")
     assert [text.partition(":")[0] for text in found.texts("li", "bad")][:1] == ["Step 6 is damaged"]
-    shutil.rmtree(run / "5")
-    shutil.rmtree(run / "4")
-    shutil.rmtree(run / "6" / "state")
+    for folder in ("5", "4", "6/state"):
+        shutil.rmtree(run / folder)
     report(cli, run, output=tmp_path / "report.html")
 
 
@@ -484,12 +457,8 @@ def test_several_runs_and_folders_of_runs(cli: Cli, run: Path, tmp_path: Path) -
     assert found.values("section", "id") == ["run-0", "run-1", "run-2", "run-3"]
     assert [text.strip() for text in found.texts("h2")] == ["one", "two", "run", "5"]
     assert sum("No events" in text for text in found.texts("li", "plain")) == 2
-
-
-def test_a_checkpoint_of_another_library(cli: Cli, tmp_path: Path) -> None:
-    np.savez(tmp_path / "weights.npz", w=np.arange(3.0))
-    found = report(cli, tmp_path / "weights.npz", output=tmp_path / "report.html")
-    assert "w" in found.texts("code")
+    np.savez(tmp_path / "weights.npz", w=np.arange(3.0))  # a checkpoint of another library
+    assert "w" in report(cli, tmp_path / "weights.npz", output=tmp_path / "report.html").texts("code")
 
 
 def test_the_file_that_is_written(cli: Cli, run: Path, tmp_path: Path) -> None:
@@ -508,49 +477,34 @@ def test_the_file_that_is_written(cli: Cli, run: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["notes.html", "report.html", run.name])
 
 
-def test_a_manager_without_a_callback_is_closed(cli: Cli, tmp_path: Path) -> None:
+def test_how_a_run_stands(cli: Cli, tmp_path: Path) -> None:
     """Only the program knows whether training has finished; what changes the run afterwards is no start."""
-    for _ in range(2):
-        with hf.CheckpointManager(tmp_path / "run") as manager:
-            manager.save((manager.latest_step() or 0) + 1, {"w": np.ones(2, np.float32)})
-    assert cli.output("pin", tmp_path / "run", 1) == "pinned 1\n"
-    found = report(cli, tmp_path / "run", output=tmp_path / "report.html")
-    assert found.texts("span", "pill") == ["closed"]
-    assert (found.texts("li", "bad"), found.texts("li", "warn")) == ([], [])
-    assert "no interruption" in found.texts("span")
-
-
-def test_a_finished_run_stays_finished_when_it_is_changed(cli: Cli, tmp_path: Path) -> None:
-    with hf.CheckpointCallback(tmp_path / "run", save_interval_steps=1) as checkpoint:
+    for step in (1, 2):
+        closed = saved_run(tmp_path / "closed", step)
+    with hf.CheckpointCallback(tmp_path / "finished", save_interval_steps=1) as checkpoint:
         checkpoint.restore_or_initialize({"w": np.ones(2)})
         checkpoint.on_step(1, {"w": np.ones(2)})
-    assert cli.output("pin", tmp_path / "run", 1) == "pinned 1\n"
-    found = report(cli, tmp_path / "run", output=tmp_path / "report.html")
-    assert found.texts("span", "pill") == ["finished"]
+    for run in (closed, tmp_path / "finished"):
+        assert cli.output("pin", run, 1) == "pinned 1\n"
+    (tmp_path / "no checkpoints").mkdir()
+    elsewhere, lost = (saved_run(tmp_path / name, 1) / "events.jsonl" for name in ("running or lost", "lost"))
+    text = elsewhere.read_text().replace(socket.gethostname(), "node-7")
+    elsewhere.write_text(text.replace('"closed"', '"of the program"'))
+    lines = lost.read_text().replace(f'"pid": {os.getpid()}', '"pid": -1').splitlines(keepends=True)
+    lost.write_text("".join(line for line in lines if '"closed"' not in line))  # the program never closes its manager
 
-
-def test_a_program_that_never_closes_its_manager(cli: Cli, tmp_path: Path) -> None:
-    with hf.CheckpointManager(tmp_path / "run") as manager:
-        manager.save(1, {"w": np.ones(2, np.float32)})
-    path = tmp_path / "run" / "events.jsonl"
-    lines = path.read_text().replace(f'"pid": {os.getpid()}', '"pid": -1').splitlines(keepends=True)
-    path.write_text("".join(line for line in lines if '"closed"' not in line))
-    found = report(cli, tmp_path / "run", output=tmp_path / "report.html")
-    assert found.texts("li", "bad") == []
-    assert [text.partition(" after")[0] for text in found.texts("li", "warn")][:1] == [
-        "The last start ended without a record"
-    ]
-    assert "1 without a record" in found.texts("span")
-
-
-def test_a_run_on_another_machine_may_be_alive(cli: Cli, tmp_path: Path) -> None:
-    with hf.CheckpointManager(tmp_path / "run") as manager:
-        manager.save(1, {"w": 1.5})
-    path = tmp_path / "run" / "events.jsonl"
-    path.write_text(path.read_text().replace(socket.gethostname(), "node-7").replace('"closed"', '"of the program"'))
-    found = report(cli, tmp_path / "run", output=tmp_path / "report.html")
-    assert found.texts("span", "pill") == ["running or lost"]
-    (said,) = found.texts("li", "plain")[:1]
+    found = {
+        path.name: report(cli, path, output=tmp_path / "report.html") for path in tmp_path.iterdir() if path.is_dir()
+    }
+    for name in ("closed", "finished", "no checkpoints", "running or lost"):
+        assert found[name].texts("span", "pill") == [name]
+        assert found[name].texts("li", "bad") == []
+    assert found["closed"].texts("li", "warn") == []
+    assert "no interruption" in found["closed"].texts("span")
+    assert found["lost"].texts("li", "bad") == []
+    assert found["lost"].texts("li", "warn")[0].startswith("The last start ended without a record after")
+    assert "1 without a record" in found["lost"].texts("span")
+    said = found["running or lost"].texts("li", "plain")[0]
     assert said.startswith("The last start runs on node-7, or was lost there; its last event was ")
 
 
@@ -561,47 +515,32 @@ def test_norms_with_nan_are_not_finite(tmp_path: Path) -> None:
     found = facts.read_run(hf.storage.as_location(tmp_path), facts.Reading()).statistics
     assert found is not None
     assert found.steps == [1, 2]
-    assert found.groups.keys() == {"a", "b"}
-    assert found.groups["a"][0] == 2.0
-    assert math.isnan(found.groups["a"][1])
-    assert found.groups["b"] == [3.0, 3.0]
-
-
-def test_a_directory_without_checkpoints(cli: Cli, tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    found = report(cli, tmp_path / "empty", output=tmp_path / "report.html")
-    assert found.texts("span", "pill") == ["no checkpoints"]
+    assert str(found.groups) == str({"a": [2.0, math.nan], "b": [3.0, 3.0]})
 
 
 # ---- large runs
 
 
+def summary(step: int, **others: Any) -> hf.reports.CheckpointSummary:
+    return hf.reports.CheckpointSummary(step=step, path=f"/run/{step}", time=float(step), **others)
+
+
+def leaf(path: str, item: str = "state") -> hf.reports.LeafSummary:
+    return hf.reports.LeafSummary(item=item, path=path, kind="numpy", dtype="f4")
+
+
 def test_a_long_run_and_a_large_tree_make_a_small_file() -> None:
-    summaries = [
-        hf.reports.CheckpointSummary(
-            step=step,
-            path=f"/run/{step}",
-            time=float(step),
-            bytes=10**6,
-            metrics={"loss": 1.0, "other": step},
-            kept=("x",),
-        )
-        for step in range(10_000)
-    ]
+    metrics = {"loss": 1.0, "other": 2}
+    summaries = [summary(step, bytes=10**6, metrics=metrics, kept=("x",)) for step in range(10_000)]
     events = [
         one
         for start in range(400)
         for one in [event("started", 1e4 * start, str(start))]
         + [saved(1e4 * start + step, 25 * start + step, str(start), metrics={"loss": 1.0}) for step in range(25)]
     ]
-    leaves = [
-        hf.reports.LeafSummary(
-            item="state", path=f"block_{n // 100}/layer_{n % 100 // 10}/w{n % 10}", kind="numpy", dtype="f4"
-        )
-        for n in range(99_000)
-    ] + [hf.reports.LeafSummary(item="flat", path=f"leaf {n}", kind="numpy", dtype="f4") for n in range(1000)]
-    run = facts.RunFacts("run", "/run", summaries, read_history(events), newest=summaries[-1], leaves=leaves)
-    text = page.draw_page([run], now=2e4, version="0")
+    leaves = [leaf(f"block_{n // 100}/layer_{n % 100 // 10}/w{n % 10}") for n in range(99_000)]
+    leaves += [leaf(f"leaf {n}", "flat") for n in range(1000)]
+    text = page_of(facts.RunFacts("run", "/run", summaries, read_history(events), newest=summaries[-1], leaves=leaves))
     assert len(text) < 2 << 20
     for said in (
         "9500 of 10000 steps are left out",
@@ -613,26 +552,17 @@ def test_a_long_run_and_a_large_tree_make_a_small_file() -> None:
 
 
 def test_many_damaged_steps_shared_files_and_deep_leaves_are_told() -> None:
-    summaries = [
-        hf.reports.CheckpointSummary(
-            step=step,
-            path=f"/run/{step}",
-            time=float(step),
-            bytes=10,
-            shared_bytes=4,
-            damage="cut short" if step < 12 else None,
-        )
-        for step in range(14)
-    ]
+    damage = [*["cut short"] * 12, None, None]
+    summaries = [summary(step, bytes=10, shared_bytes=4, damage=one) for step, one in enumerate(damage)]
     deep = "/".join("abcdefghijklmnopqrstuvwxyz" * 4)
-    leaves = [hf.reports.LeafSummary(item="state", path=deep, kind="numpy", dtype="f4")]
-    run = facts.RunFacts("run", "/run", summaries, History(), newest=summaries[-1], leaves=leaves)
-    found = Page(page.draw_page([run], now=20.0, version="0"))
-    bad = found.texts("li", "bad")
-    assert bad[9:11] == ["Step 9 is damaged: cut short", "2 more steps are damaged; holdfast verify lists them"]
+    run = facts.RunFacts("run", "/run", summaries, History(), newest=summaries[-1], leaves=[leaf(deep)])
+    found = Page(page_of(run, now=20.0))
+    assert found.texts("li", "bad")[9:11] == [
+        "Step 9 is damaged: cut short",
+        "2 more steps are damaged; holdfast verify lists them",
+    ]
     assert sum("of which 4 B shared" in "".join(text) for _, _, text in found.elements) == 2 * len(summaries)
-    folded = [text for text in found.texts("code") if "/" in text and deep.endswith(text)]
-    assert len(folded) == 1
+    assert len([text for text in found.texts("code") if "/" in text and deep.endswith(text)]) == 1
 
 
 def test_statistics_of_many_leaves_are_bounded(tmp_path: Path) -> None:
@@ -651,7 +581,3 @@ def test_statistics_of_many_leaves_are_bounded(tmp_path: Path) -> None:
 )
 def test_spans_of_time(seconds: float, text: str) -> None:
     assert duration(seconds) == text
-
-
-def test_an_empty_history() -> None:
-    assert read_history([]) == History()

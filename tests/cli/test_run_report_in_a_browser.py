@@ -9,15 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.cli.browser import Browser, missing
+from tests.cli.test_run_report import HOSTILE, LEAF
 
 import holdfast as hf
 from holdfast.cli.main import main
 from holdfast.engine.manager import append_after_death
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
-
-HOSTILE = "</script><!--<script>"
-LEAF = HOSTILE.replace("/", "%2F")  # as a path shows this key
 
 
 @pytest.fixture(scope="module")
