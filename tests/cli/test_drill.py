@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ KILL, TERM = signal.SIGKILL, signal.SIGTERM
             "validation",
             (),
             [3, 6],
-            ["SIGKILL in the validation after step 3", "SIGTERM in the validation after step 6"],
+            [f"SIG{how} in the validation after step {at}" for how, at in (("KILL", 3), ("TERM", 6))],
         ),
         ("validation", (), [], []),
     ],
@@ -76,17 +77,15 @@ def test_random_steps_are_apart_from_validations(seed: int) -> None:
     assert max(one.step for one in found) < steps[-1]
 
 
-@pytest.mark.parametrize("count", [2, 3, 4])
-def test_short_runs(count: int) -> None:
-    found, _ = choose(range(1, count + 1), [1], DrillOptions())
-    assert found[0] == Interruption(KILL, "step", 1)
-    assert all(one.step <= count for one in found)
-
-
-def test_the_steps_around_likely_interruptions_are_saved() -> None:
-    likely = {one.step for one in choose(range(1, 101), (), DrillOptions(steps=100))[0]}
-    assert {one + by for one in likely for by in (0, 1)} <= set(places_to_save(DrillOptions(steps=100)))
-    assert len(places_to_save(DrillOptions(steps=100))) < 25
+def test_short_runs_and_the_steps_around_likely_interruptions() -> None:
+    for count in (2, 3, 4):
+        found, _ = choose(range(1, count + 1), [1], DrillOptions())
+        assert found[0] == Interruption(KILL, "step", 1)
+        assert all(one.step <= count for one in found)
+    options = DrillOptions(steps=100)
+    likely = {one.step for one in choose(range(1, 101), (), options)[0]}
+    assert {one + by for one in likely for by in (0, 1)} <= set(places_to_save(options))
+    assert len(places_to_save(options)) < 25
 
 
 @pytest.mark.parametrize(
@@ -123,71 +122,51 @@ def test_arguments_that_are_refused(cli: Cli, arguments: list[str], said: str) -
     assert said in cli.error("drill", *arguments, "--", "true", status=2)
 
 
-def trace(**values: Any) -> Trace:
-    """Return the trace of a start whose variables have these values after steps 3 and 4."""
-    facts = [{name: Fact("value", "float", "train.py", str(one[at])) for name, one in values.items()} for at in (0, 1)]
-    return Trace(steps=[3, 4], restored=2, facts={3: facts[0], 4: facts[1]})
+def named(*names: str, kind: str = "value", where: str = "train.py") -> dict[str, Fact]:
+    return {name: Fact(kind, "float", where, "1") for name in names}
+
+
+TORCH = named("torch's default generator", kind="generator", where="")
+LOADER = named("loader", kind="loader")
+ADAM = named("adam", kind="optimizer")
 
 
 @pytest.mark.parametrize(
-    ("changes", "names"),
+    ("seen", "differ", "cause", "names"),
     [
-        ({"started_time": 9, "best": 9, "ema": 9}, ("ema", "best")),
-        ({"best_loss": 9, "self.elapsed": 9}, ("best_loss",)),
-        ({"elapsed": 9}, ("elapsed",)),
-        ({"metrics['loss']": 9, "rate": 9, "wall_time": 9}, ("rate", "metrics['loss']")),
+        # Times, which change anyway, are left out beside other values; what is only reported comes last.
+        (named("started_time", "best", "ema"), {}, "value", ("ema", "best")),
+        (named("best_loss", "self.elapsed"), {}, "value", ("best_loss",)),
+        (named("elapsed"), {}, "value", ("elapsed",)),
+        (named("metrics['loss']", "rate", "wall_time"), {}, "value", ("rate", "metrics['loss']")),
+        # A shuffled loader has drawn another number for its order from torch's generator, which no step draws from.
+        (LOADER | TORCH, TORCH, "loader", ("loader",)),
+        (LOADER | named("rng", kind="generator"), named("rng"), "generator", ("rng",)),
+        (ADAM | named("loss", where=""), ADAM, "optimizer", ("adam",)),
     ],
     ids=str,
 )
-def test_what_the_next_step_depends_on_is_named_first(changes: dict[str, int], names: tuple[str, ...]) -> None:
-    """Times, which change anyway, are left out beside other values; what is only reported comes last."""
-    whole, resumed = trace(**dict.fromkeys(changes, (1, 2))), trace(**{name: (one, 2) for name, one in changes.items()})
-    report = Report(command=[], seed=0, differences=[StepDifference(3, "run", [])])
-    (finding,) = Causes(whole, resumed, (whole, whole)).of(report, [])
-    assert (finding.cause, finding.names) == ("value", names)
+def test_what_the_next_step_depends_on_is_named_first(
+    seen: dict[str, Fact], differ: dict[str, Fact], cause: str, names: tuple[str, ...]
+) -> None:
+    assert cause_of(seen, differ or seen) == (cause, names)
 
 
-LOADER = {"loader": Fact("loader", "DataLoader", "train.py", "shuffled")}
-NAMED = [
-    # A shuffled loader has drawn another number for its order from torch's generator, which no step draws from.
-    (
-        LOADER | {"torch's default generator": Fact("generator", "torch", "", "1")},
-        "torch's default generator",
-        "loader",
-    ),
-    (LOADER | {"rng": Fact("generator", "Generator", "train.py", "1")}, "rng", "generator"),
-    (
-        {"adam": Fact("optimizer", "Adam", "train.py", "1"), "loss": Fact("value", "Tensor", "", "1")},
-        "adam",
-        "optimizer",
-    ),
-]
-
-
-@pytest.mark.parametrize(("facts", "changed", "cause"), NAMED)
-def test_objects_of_torch_that_were_not_handed_over_are_named(facts: dict[str, Fact], changed: str, cause: str) -> None:
+def cause_of(seen: dict[str, Fact], differ: Iterable[str], *leaves: LeafDifference) -> tuple[str, tuple[str, ...]]:
+    """Returns what is found where facts differ after a resume; those that say where they are change with each step."""
     moved = {
-        name: fact if fact.kind == "loader" or not fact.where else fact._replace(digest="2")
-        for name, fact in facts.items()
+        name: fact._replace(digest="2") if fact.where and fact.kind != "loader" else fact for name, fact in seen.items()
     }
-    whole = Trace(steps=[3, 4], restored=2, facts={3: facts, 4: moved})
-    resumed = Trace(
-        steps=[3, 4], restored=2, facts={3: facts | {changed: facts[changed]._replace(digest="9")}, 4: moved}
-    )
-    report = Report(command=[], seed=0, differences=[StepDifference(3, "run", [])])
+    others = {name: fact._replace(digest="9") if name in differ else fact for name, fact in seen.items()}
+    whole, resumed = (Trace(steps=[3, 4], restored=2, facts={3: first, 4: moved}) for first in (seen, others))
+    report = Report(command=[], seed=0, differences=[StepDifference(3, "run", list(leaves))])
     (finding,) = Causes(whole, resumed, (whole, whole)).of(report, [])
-    assert finding.cause == cause
-    assert finding.names == ("loader" if cause == "loader" else changed,)
+    return finding.cause, finding.names
 
 
 def test_an_optimizer_that_is_saved_differs_as_a_consequence() -> None:
-    facts = {"adam": Fact("optimizer", "Adam", "train.py", "1")}
-    whole = Trace(steps=[3, 4], restored=2, facts={3: facts, 4: {"adam": facts["adam"]._replace(digest="2")}})
-    resumed = Trace(steps=[3], restored=2, facts={3: {"adam": facts["adam"]._replace(digest="9")}})
     for leaf, cause in (("state/optimizer/slots/w/exp_avg", "unknown"), ("state/model/w", "optimizer")):
-        differences = [StepDifference(3, "run", [LeafDifference(leaf, "", "values", "")])]
-        (finding,) = Causes(whole, resumed, (whole, whole)).of(Report([], 0, differences=differences), [])
-        assert finding.cause == cause
+        assert cause_of(ADAM, ADAM, LeafDifference(leaf, "", "values", ""))[0] == cause
 
 
 def test_a_loader_that_only_a_for_statement_holds() -> None:
@@ -282,25 +261,24 @@ def test_a_program_that_survives_everything(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mistake", "cause", "name", "deterministic"),
+    ("mistakes", "cause", "names", "deterministic"),
     [
-        ("no-generator", "generator", "noise", True),
-        ("no-loader", "position", "batches.drawn", True),
-        ("sum", "nondeterministic", None, False),
+        ("no-generator", "generator", ["noise"], True),
+        ("no-loader", "position", ["batches.drawn"], True),
+        ("sum", "nondeterministic", [], False),
+        pytest.param("unseeded no-generator", "unseeded", ["noise"], False, marks=pytest.mark.sweep),
     ],
 )
 def test_the_cause_of_a_difference(
-    tmp_path: Path, mistake: str, cause: str, name: str | None, deterministic: bool
+    tmp_path: Path, mistakes: str, cause: str, names: list[str], deterministic: bool
 ) -> None:
     arguments = ["--steps", 10, "--at", 3, "--kinds", "kill"]
-    report = drill(tmp_path, *arguments, "--", *PROGRAM, "run", 40, mistake, status=1)
+    report = drill(tmp_path, *arguments, "--", *PROGRAM, "run", 40, *mistakes.split(), status=1)
     (finding,) = report["findings"]
-    assert (finding["cause"], report["deterministic"]) == (cause, deterministic), report
-    assert finding["names"] == ([] if name is None else [name])
+    assert (finding["cause"], finding["names"], report["deterministic"]) == (cause, names, deterministic), report
     (first,) = report["differences"]
-    assert [(leaf["item"], leaf["path"], leaf["state"]) for leaf in first["leaves"]] == [
-        ("state", "weights", "parameters")
-    ]
+    found = [(leaf["item"], leaf["path"], leaf["state"]) for leaf in first["leaves"]]
+    assert found == [("state", "weights", "parameters")]
     if deterministic:  # at the first step after the first restart
         assert (first["step"], report["starts"][-1]["began"]) == (3, "from step 2")
 
@@ -311,14 +289,6 @@ def test_a_program_that_begins_in_another_way_each_time(tmp_path: Path) -> None:
     assert (report["passed"], report["unseeded"]) == (True, ["noise"])
     assert "(noise not seeded): the interrupted run began with the checkpoint of step 1" in report["warnings"][0]
     assert [one["began"] for one in report["starts"]] == ["from step 1", "from step 3", "from step 4"]
-
-
-@pytest.mark.sweep
-def test_an_unseeded_generator_that_is_not_saved(tmp_path: Path) -> None:
-    program = [*PROGRAM, "run", 40, "unseeded", "no-generator"]
-    report = drill(tmp_path, "--steps", 5, "--at", 3, "--kinds", "kill", "--", *program, status=1)
-    (finding,) = report["findings"]
-    assert (finding["cause"], finding["names"], report["deterministic"]) == ("unseeded", ["noise"], False)
 
 
 def test_a_program_that_ignores_the_signal(tmp_path: Path) -> None:
@@ -379,8 +349,7 @@ with hf.CheckpointManager("a", options=options) as a, hf.CheckpointManager(os.pa
 )
 def test_a_program_that_begins_anew(tmp_path: Path, program: str, cause: str, said: str) -> None:
     (tmp_path / "train.py").write_text(program)
-    command = [sys.executable, "train.py"]
-    report = drill(tmp_path, "--steps", 6, "--at", 4, "--kinds", "kill", "--", *command, status=1)
+    report = drill(tmp_path, "--steps", 6, "--at", 4, "--kinds", "kill", "--", sys.executable, "train.py", status=1)
     assert [one["cause"] for one in report["findings"]] == [cause]
     assert said in report["findings"][0]["text"]
     assert {path.name for path in tmp_path.iterdir()} == {"train.py", "tmp"}
@@ -411,46 +380,37 @@ sys.exit(checkpoint.exit_status)
 """
 
 
+NO_KEY = {
+    "step(state):": "step(state, noise):",
+    "- 3 * x) ** 2": "- 3 * x - noise) ** 2",
+    "    while step": "    key = jax.random.key(1)\n    while step",
+    "        state, metrics = train_step(state)": """        key, drawn = jax.random.split(key)
+        state, metrics = train_step(state, jax.random.normal(drawn, x.shape))""",
+}
+NO_GENERATOR = {
+    "Linear(1, 1)\n": "Linear(1, 1)\n        self.noise = torch.Generator().manual_seed(0)\n",
+    "3 * batch)": "3 * batch + torch.randn(batch.shape, generator=self.noise))",
+}
+NO_PLACE = {
+    "data = torch": """class Stream(torch.utils.data.IterableDataset):
+    position = 0
+    def __iter__(self):
+        for _ in range(64):
+            self.position += 1
+            yield torch.tensor([float(self.position % 37)])
+
+data = torch""",
+    "torch.linspace(-1, 1, 64)[:, None], batch_size=8, shuffle=True": "Stream(), batch_size=8",
+}
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     ("example", "changes", "cause", "name"),
     [
-        (
-            FLAX,
-            {
-                "step(state):": "step(state, noise):",
-                "- 3 * x) ** 2": "- 3 * x - noise) ** 2",
-                "    while step": "    key = jax.random.key(1)\n    while step",
-                "        state, metrics = train_step(state)": "        key, drawn = jax.random.split(key)\n"
-                "        state, metrics = train_step(state, jax.random.normal(drawn, x.shape))",
-            },
-            "generator",
-            "key",
-        ),
-        (
-            LIGHTNING,
-            {
-                "Linear(1, 1)\n": "Linear(1, 1)\n        self.noise = torch.Generator().manual_seed(0)\n",
-                "3 * batch)": "3 * batch + torch.randn(batch.shape, generator=self.noise))",
-            },
-            "generator",
-            "trainer.lightning_module.noise",
-        ),
-        (
-            LIGHTNING,
-            {
-                "data = torch": "class Stream(torch.utils.data.IterableDataset):\n"
-                "    position = 0\n"
-                "    def __iter__(self):\n"
-                "        for _ in range(64):\n"
-                "            self.position += 1\n"
-                "            yield torch.tensor([float(self.position % 37)])\n\n"
-                "data = torch",
-                "torch.linspace(-1, 1, 64)[:, None], batch_size=8, shuffle=True": "Stream(), batch_size=8",
-            },
-            "position",
-            "trainer.train_dataloader.dataset.position",
-        ),
+        (FLAX, NO_KEY, "generator", "key"),
+        (LIGHTNING, NO_GENERATOR, "generator", "trainer.lightning_module.noise"),
+        (LIGHTNING, NO_PLACE, "position", "trainer.train_dataloader.dataset.position"),
     ],
     ids=["flax without its key", "lightning without a generator", "lightning without its place in the data"],
 )
@@ -463,8 +423,7 @@ def test_mistakes_in_the_examples(tmp_path: Path, example: str, changes: dict[st
     command = [sys.executable, "-W", "ignore", "train.py"]
     report = drill(tmp_path, "--steps", 6, "--at", 3, "--kinds", "term", "--", *command, status=1)
     (finding,) = report["findings"]
-    assert (finding["cause"], report["deterministic"]) == (cause, True), report
-    assert finding["names"][0] == name
+    assert (finding["cause"], finding["names"][0], report["deterministic"]) == (cause, name, True), report
 
 
 @pytest.mark.sweep
@@ -568,29 +527,21 @@ sys.exit(checkpoint.exit_status)
 """
 
 # A program that starts another one with an environment of its own, and continues regardless of how that one ends.
-PARENT = """
-import os, subprocess, sys
-own = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "HOME") if name in os.environ}
-subprocess.run([sys.executable, "child.py"], env=own, check=False)
-exec(open("child.py").read().replace("real", "own"))
-"""
+STARTS = "import os, subprocess, sys\nsubprocess.run([sys.executable, 'child.py'], env=ENVIRONMENT, check=False)\n"
+OWN = "{name: os.environ[name] for name in ('PATH', 'PYTHONPATH', 'HOME') if name in os.environ}"
+CONTINUES = 'exec(open("child.py").read().replace("real", "own"))'
 
 
 def test_a_program_with_an_environment_of_its_own(tmp_path: Path) -> None:
+    """It is refused; an empty variable says that the program is no part of the rehearsal."""
     (tmp_path / "child.py").write_text(CHILD)
-    (tmp_path / "parent.py").write_text(PARENT)
+    (tmp_path / "parent.py").write_text(STARTS.replace("ENVIRONMENT", OWN) + CONTINUES)
     arguments = ["--steps", 3, "--kinds", "term", "--at", 2, "--", sys.executable, "parent.py"]
     said = drill(tmp_path, *arguments, status=2)["said"]
     assert not (tmp_path / "real").exists()
     assert "started another one in a separate environment, without HOLDFAST_DRILL" in said
     assert "child.py. Pass on the environment (env={**os.environ, ...}" in said
-
-
-def test_a_program_that_is_no_part_of_the_rehearsal(tmp_path: Path) -> None:
-    """An empty variable says so."""
-    (tmp_path / "child.py").write_text(CHILD)
-    program = [sys.executable, "child.py"]
-    script = f"import os, subprocess\nsubprocess.run({program}, env={{**os.environ, 'HOLDFAST_DRILL': ''}}, check=True)"
+    script = STARTS.replace("ENVIRONMENT", "{**os.environ, 'HOLDFAST_DRILL': ''}")
     environment = {**os.environ, "HOLDFAST_DRILL": str(tmp_path / "rehearsal")}
     subprocess.run([sys.executable, "-c", script], env=environment, cwd=tmp_path, check=True)
     assert (tmp_path / "real" / "9").is_dir()

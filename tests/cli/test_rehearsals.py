@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,56 +51,7 @@ class Model:
         self.parts = {"inner": [thing]}
 
 
-def torch_generator() -> Any:
-    import torch
-
-    return torch.Generator()
-
-
-def draw_torch(generator: Any) -> None:
-    import torch
-
-    torch.rand((), generator=generator)
-
-
-def jax_keys() -> Any:
-    import jax
-
-    return {"key": jax.random.key(0)}
-
-
-def split(keys: Any) -> None:
-    import jax
-
-    keys["key"] = jax.random.split(keys["key"])[0]
-
-
-def jax_average() -> Any:
-    import jax.numpy as jnp
-
-    return {"average": jnp.asarray(0.5)}
-
-
-def torch_scalar() -> Any:
-    import torch
-
-    return torch.tensor(1.0)
-
-
-def nnx_rngs() -> Any:
-    from flax import nnx
-
-    return nnx.Rngs(0)
-
-
-def numbers() -> Iterator[int]:
-    yield from (1, 2, 3)
-
-
-def test_a_generator_that_draws_from_the_operating_system_is_seen() -> None:
-    source = random.SystemRandom()
-    kind, type_name, _, digest = facts()["source"]
-    assert (kind, type_name, digest) == ("generator", type(source).__name__, STATELESS)
+use = importlib.import_module
 
 
 @pytest.mark.parametrize(
@@ -110,22 +62,29 @@ def test_a_generator_that_draws_from_the_operating_system_is_seen() -> None:
         (lambda: np.random.Generator(np.random.MT19937(0)), lambda it: it.random(), "generator"),
         (lambda: np.random.RandomState(0), lambda it: it.rand(), "generator"),
         (lambda: np.random.RandomState(np.random.PCG64(0)), lambda it: it.rand(), "generator"),
-        (torch_generator, draw_torch, "generator"),
-        (jax_keys, split, "generator"),
-        (nnx_rngs, lambda it: it(), "generator"),
+        (lambda: use("torch").Generator(), lambda it: use("torch").rand((), generator=it), "generator"),
+        (
+            lambda: {"key": use("jax").random.key(0)},
+            lambda it: it.update(key=use("jax").random.split(it["key"])[0]),
+            "generator",
+        ),
+        (lambda: use("flax.nnx").Rngs(0), lambda it: it(), "generator"),
         (Batches, next, "position"),
-        (numbers, next, "position"),
+        (lambda: (number for number in (1, 2, 3)), next, "position"),
         (lambda: iter([1, 2, 3]), next, "position"),
         (lambda: iter(range(3)), next, "position"),
         (lambda: zip([1, 2], [3, 4], strict=True), next, "position"),
         (lambda: itertools.cycle([1, 2]), next, "position"),
         (lambda: {"count": 1}, lambda it: it.update(count=2), "value"),
-        (jax_average, lambda it: it.update(average=it["average"] * 2), "value"),
+        (
+            lambda: {"average": use("jax.numpy").asarray(0.5)},
+            lambda it: it.update(average=it["average"] * 2),
+            "value",
+        ),
         (lambda: {"scale": np.float32(1)}, lambda it: it.update(scale=np.float32(2)), "value"),
         (lambda: np.ones(()), lambda it: it.fill(2), "value"),
-        (torch_scalar, lambda it: it.add_(1), "value"),
+        (lambda: use("torch").tensor(1.0), lambda it: it.add_(1), "value"),
     ],
-    ids=lambda one: getattr(one, "__name__", str(one)),
 )
 @pytest.mark.parametrize("wrap", [lambda it: it, Model], ids=["a variable", "in an object"])
 def test_what_changes_is_seen(
@@ -143,8 +102,10 @@ def test_what_changes_is_seen(
     assert {after[name][2] for name in names} == {"test_rehearsals.py, in test_what_changes_is_seen"}
 
 
-def test_the_generators_of_modules_are_seen() -> None:
+def test_the_generators_of_modules_and_of_the_operating_system_are_seen() -> None:
+    source = random.SystemRandom()
     before = facts()
+    assert before["source"][:2] + before["source"][3:] == ("generator", type(source).__name__, STATELESS)
     random.random()
     np.random.rand()
     changed = {name for name, fact in facts().items() if before.get(name) != fact}
@@ -194,19 +155,32 @@ def rehearse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rehearse:
         plan.write(tmp_path)
         rehearsal = Rehearsal(tmp_path, Observer())
         sent: list[tuple[int, int]] = []
+
+        def end(status: int) -> None:
+            if not any(number < 0 for _, number in sent):  # once: the process ends here
+                sent.append((len(rehearsal._steps), -status))
+
         module = "holdfast.cli.drill.rehearsal.os"
         monkeypatch.setattr(f"{module}.kill", lambda _, number: sent.append((len(rehearsal._steps), number)))
-        monkeypatch.setattr(f"{module}._exit", lambda status: sent.append((len(rehearsal._steps), -status)))
+        monkeypatch.setattr(f"{module}._exit", end)
         return rehearsal, sent
 
     return begin
 
 
-def save_all(directory: Path, steps: int, observer: Rehearsal) -> list[int]:
-    with hf.CheckpointManager(directory, observer=observer) as manager:
+def save_all(
+    directory: Path,
+    steps: int,
+    observer: Rehearsal,
+    options: hf.CheckpointManagerOptions | None = None,
+    processes: int = 1,
+) -> list[int]:
+    """Saves steps one by one; returns those that are left."""
+    with hf.CheckpointManager(directory, options=options, observer=observer) as manager:
+        observer.joins(0, processes)
         for step in range(1, steps + 1):
             manager.save(step, {"w": np.full(100, step)})
-        manager.wait_until_finished()
+            manager.wait_until_finished()
         return manager.all_steps()
 
 
@@ -251,55 +225,40 @@ def test_more_steps_are_saved_and_all_are_kept(
 ) -> None:
     observer, _ = rehearse(DrillPlan(name="a", **plan))
     options = hf.CheckpointManagerOptions(**limits, mirror=tmp_path / "mirror")
-    with hf.CheckpointManager(tmp_path / "run", options=options, observer=observer) as manager:
-        for step in range(1, 11):
-            manager.save(step, {"w": np.full(100, step)})
-            manager.wait_until_finished()
-        assert manager.all_steps() == saved
+    assert save_all(tmp_path / "run", 10, observer, options) == saved
     assert not (tmp_path / "mirror").exists()
 
 
+AT_STEP_2: dict[str, Any] = {"point": "step", "step": 2, "signal": 15}
+
+
 @pytest.mark.parametrize(
-    ("point", "step", "sent"),
-    [("step", 3, [(3, 15)]), ("commit", 4, [(4, 15)]), ("validation", 3, []), ("step", 9, [])],
+    ("plan", "steps", "sent"),
+    [
+        ({"point": "step", "step": 3, "signal": 15}, 6, [(3, 15)]),
+        ({"point": "commit", "step": 4, "signal": 15}, 6, [(4, 15)]),
+        ({"point": "validation", "step": 3, "signal": 15}, 6, []),
+        ({"point": "step", "step": 9, "signal": 15}, 6, []),
+        (AT_STEP_2, 13, [(2, 15), (13, 9)]),  # a program that ignores the signal is killed
+        ({"count": 4}, 4, []),
+        ({"count": 4}, 5, [(4, -75)]),
+        ({"last": 3}, 3, []),
+        ({"last": 3}, 4, [(3, -75)]),
+    ],
 )
-def test_the_process_is_interrupted_once(
-    tmp_path: Path, rehearse: Rehearse, point: Point, step: int, sent: list[Any]
-) -> None:
-    observer, found = rehearse(DrillPlan(name="a", point=point, step=step, signal=15))
-    with hf.CheckpointManager(tmp_path / "run", observer=observer) as manager:
-        for at in range(1, 7):
-            manager.save(at, {"w": np.full(100, at)})
-            manager.wait_until_finished()
-    assert found == sent
-
-
-@pytest.mark.parametrize(("plan", "steps"), [({"count": 4}, 4), ({"last": 3}, 3)])
-def test_the_process_ends_after_the_last_step(
-    tmp_path: Path, rehearse: Rehearse, plan: dict[str, Any], steps: int
+def test_which_signals_a_process_gets(
+    tmp_path: Path, rehearse: Rehearse, plan: dict[str, Any], steps: int, sent: list[tuple[int, int]]
 ) -> None:
     observer, found = rehearse(DrillPlan(name="a", **plan))
     save_all(tmp_path / "run", steps, observer)
-    assert found == []
-    save_all(tmp_path / "another", steps + 1, observer)
-    assert found[0] == (steps, -75)
-
-
-def test_a_program_that_ignores_the_signal_is_killed(tmp_path: Path, rehearse: Rehearse) -> None:
-    observer, found = rehearse(DrillPlan(name="a", point="step", step=2, signal=15))
-    save_all(tmp_path / "run", 13, observer)
-    assert [number for _, number in found] == [15, 9]
+    assert found == sent
 
 
 @pytest.mark.parametrize(("alone", "noted"), [(True, "ignored"), (False, "too_late")])
 def test_a_program_that_ends_after_the_signal(tmp_path: Path, rehearse: Rehearse, alone: bool, noted: str) -> None:
     """Several processes may have agreed on a step that is later than the last of the drill."""
-    observer, found = rehearse(DrillPlan(name="a", point="step", step=2, signal=15, count=5))
-    with hf.CheckpointManager(tmp_path / "run", observer=observer) as manager:
-        observer.joins(0, 1 if alone else 2)
-        for step in range(1, 7):
-            manager.save(step, {"w": np.full(100, step)})
-        manager.wait_until_finished()
+    observer, found = rehearse(DrillPlan(name="a", **AT_STEP_2, count=5))
+    save_all(tmp_path / "run", 6, observer, processes=1 if alone else 2)
     assert [number for _, number in found[:2]] == [15, -75 if alone else 0]
     names = [event["event"] for event in read_events(tmp_path / "traces/a.jsonl")[0]]
     assert {"ignored", "too_late"} & set(names) == {noted}
