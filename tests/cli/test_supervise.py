@@ -18,9 +18,7 @@ from tests.starts import Program, run
 
 from holdfast.cli.main import main
 from holdfast.cli.supervise import Kind, RestartPolicy, RunRecord, Start, in_words, kind_of
-from holdfast.engine.manager import slow_saves
-from holdfast.engine.sources import compare_checkpoints, open_at
-from holdfast.engine.storage import as_location
+from holdfast.engine.manager import read_events, slow_saves
 
 pytestmark = pytest.mark.xdist_group("programs")
 
@@ -151,9 +149,7 @@ def test_the_record_of_a_run(events: list[dict[str, Any]], state: str | None) ->
     record.add(events)
     assert record.state == state
     assert ("failed" in record.states.values()) == (event("failed") in events)
-
-
-def test_the_step_before_the_first_start_is_that_of_the_first_event() -> None:
+    # The step before the first start is that of the first event.
     record = RunRecord()
     record.add([event("started", newest=None), event("started", "b", newest=7), event("started", "b", newest=9)])
     assert record.newest == {"a": -1, "b": 7}
@@ -167,16 +163,14 @@ def test_slow_saves_in_a_row_are_reported_once() -> None:
     assert found == [(1, 11), (4, 13)]
 
 
-@pytest.mark.parametrize(
-    ("exact", "said"),
-    [
-        (True, "the resume from step 8 is exact: batch, state"),
-        (False, "the resume from step 8 is NOT exact: batch, state differ from before the stop"),
-        (None, "the resume from step 8 is exact up to rounding: batch, state"),
-    ],
-)
-def test_words_about_a_resume(exact: bool | None, said: str) -> None:
-    assert in_words("witness", {"step": 8, "exact": exact, "layers": ["batch", "state"]}) == said
+def test_words_about_a_resume() -> None:
+    for exact, said in (
+        (True, "exact: batch, state"),
+        (False, "NOT exact: batch, state differ from before the stop"),
+        (None, "exact up to rounding: batch, state"),
+    ):
+        words = in_words("witness", {"step": 8, "exact": exact, "layers": ["batch", "state"]})
+        assert words == f"the resume from step 8 is {said}"
 
 
 # ---- real programs
@@ -190,22 +184,19 @@ def supervise(*arguments: object, status: int = 0) -> list[dict[str, Any]]:
     return [*found, {"event": "output", "text": done.stderr}]
 
 
-def assert_same_runs(one: Path, other: Path) -> None:
-    steps = sorted(path.name for path in one.iterdir() if path.name.isdecimal())
-    assert steps == sorted(path.name for path in other.iterdir() if path.name.isdecimal())
-    for step in steps:
-        pair = (open_at(as_location(place / step)) for place in (one, other))
-        assert list(compare_checkpoints(*pair)) == []
-
-
-def test_a_program_with_crashes_a_hang_and_a_preemption_ends_as_the_undisturbed_one(tmp_path: Path) -> None:
+def test_a_program_with_crashes_a_hang_and_a_preemption_ends_as_the_undisturbed_one(cli: Cli, tmp_path: Path) -> None:
     troubles = ["crash@3", "kill@6", "hang@8", "term@9"]
     log = tmp_path / "log.jsonl"
     options = ["--hang-timeout", "2s", "--grace", "1s", "--events", log, "--max-restarts", 30]
     events = supervise(*options, "--", *PROGRAM, tmp_path / "run", 12, *troubles)
     assert run(*PROGRAM[1:], tmp_path / "whole", 12).returncode == 0
 
-    assert_same_runs(tmp_path / "run", tmp_path / "whole")
+    same, whole = (
+        {path.name for path in (tmp_path / one).iterdir() if path.name.isdecimal()} for one in ("run", "whole")
+    )
+    assert same == whole == {"10", "12"}
+    for step in whole:
+        assert "bit for bit" in cli.output("diff", tmp_path / "run" / step, tmp_path / "whole" / step)
     proofs = [one for one in events if one["event"] == "witness"]
     assert proofs
     assert {(one["exact"], one["directory"]) for one in proofs} == {(True, str(tmp_path / "run"))}
@@ -215,7 +206,7 @@ def test_a_program_with_crashes_a_hang_and_a_preemption_ends_as_the_undisturbed_
     assert [name for name, _ in itertools.groupby(names)][-4:] == ["started", "finished", "ended", "output"]
     assert {"crashed", "hung", "preempted"} <= set(names)
     assert "in happen" in events[-1]["text"].partition('"hangs"')[2], "the stack of the thread that hangs"
-    assert [json.loads(line)["event"] for line in log.read_text().splitlines()] == [one["event"] for one in events[:-1]]
+    assert [one["event"] for one in read_events(log)[0]] == [one["event"] for one in events[:-1]]
     report = tmp_path / "report.html"
     assert main(["report", str(tmp_path / "run"), "--no-stats", "-o", str(report)]) == 0
     marks = re.findall(r'data-mark="(\w+)" aria-label="\S+ \S+ ([^:"]+)', report.read_text())
@@ -266,18 +257,32 @@ def test_torchrun_is_told_how_long_its_workers_may_save(
     assert [one["event"] for one in supervise("--grace", "90s", "--", *program)][-3:-1] == ["finished", "ended"]
 
 
-def test_it_gives_up_where_restarts_make_no_progress() -> None:
-    """Without a run, progress is unknown, and only crashes count."""
-    program = [sys.executable, "-c", "raise SystemExit(5)"]
-    assert [one["event"] for one in supervise("--max-restarts", 1, "--", *program, status=5)][:-1] == (
-        ["started", "crashed", "restarting"] + ["started", "crashed", "ended"]
-    )
+WITHOUT_PROGRESS = """
+import holdfast as hf, sys
+run = hf.CheckpointManager(sys.argv[1])
+run.acquire()
+0 in run.all_steps() or run.save(0, {'w': 1.0})
+run.wait_until_finished()
+sys.exit(3)
+"""
 
 
-def test_a_program_that_dies_before_its_run_begins_is_started_three_times() -> None:
-    events = supervise("--", "sh", "-c", "exit 5", status=93)
-    assert [one["event"] for one in events].count("crashed") == 3
-    assert events[-2]["why"] == "3 starts in a row ended within 60 s, before their run began"
+@pytest.mark.parametrize(
+    ("options", "program", "status", "starts", "why"),
+    [
+        (["--max-restarts", 1], "raise SystemExit(5)", 5, 2, "1"),  # without a run, progress is unknown
+        ([], "raise SystemExit(5)", 93, 3, "3 starts in a row ended within 60 s, before their run began"),
+        ([], WITHOUT_PROGRESS, 93, 4, "no new checkpoint in 3 restarts in a row"),
+    ],
+    ids=["the number of restarts", "before the run begins", "no progress"],
+)
+def test_when_it_gives_up(
+    tmp_path: Path, options: list[object], program: str, status: int, starts: int, why: str
+) -> None:
+    events = supervise(*options, "--", sys.executable, "-c", program, tmp_path / "run", status=status)
+    names = [one["event"] for one in events[:-1]]
+    assert names == [*["started", "crashed", "restarting"] * starts][:-1] + ["ended"]
+    assert why in events[-2]["why"]
 
 
 CRASHES_ONCE = 'echo out; echo err >&2; [ -e "$0" ] || { touch "$0"; exit 3; }'
@@ -286,10 +291,9 @@ CRASHES_ONCE = 'echo out; echo err >&2; [ -e "$0" ] || { touch "$0"; exit 3; }'
 def test_it_outlives_those_who_read_its_output(tmp_path: Path) -> None:
     """The program dies of the line that it prints, and its next start does not."""
     program = '[ -e "$0" ] && echo again && exit; touch "$0"; echo ready; read line; echo lost; exit 3'
-    command = [*SUPERVISE, "--events", tmp_path / "log", "--", "sh", "-c", program, tmp_path / "mark"]
-    with subprocess.Popen(
-        list(map(str, command)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
+    command = [*SUPERVISE, "--events", f"{tmp_path}/log", "--", "sh", "-c", program, f"{tmp_path}/mark"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None
@@ -299,7 +303,7 @@ def test_it_outlives_those_who_read_its_output(tmp_path: Path) -> None:
         process.stdin.write(b"\n")
         process.stdin.close()
         assert process.wait(timeout=60) == 0
-    events = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    events = read_events(tmp_path / "log")[0]
     assert [one["event"] for one in events] == (
         ["started", "crashed", "restarting", "output_lost"] + ["started", "finished", "ended"]
     )
@@ -307,11 +311,10 @@ def test_it_outlives_those_who_read_its_output(tmp_path: Path) -> None:
 
 
 def test_it_starts_with_closed_descriptors(tmp_path: Path) -> None:
-    command = [*SUPERVISE, "--events", tmp_path / "log", "--", "sh", "-c", CRASHES_ONCE, tmp_path / "mark"]
-    closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *map(str, command)]
+    command = [*SUPERVISE, "--events", f"{tmp_path}/log", "--", "sh", "-c", CRASHES_ONCE, f"{tmp_path}/mark"]
+    closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command]
     assert subprocess.run(closed, timeout=60, check=False).returncode == 0
-    events = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
-    assert [one["event"] for one in events[-3:]] == ["started", "finished", "ended"]
+    assert [one["event"] for one in read_events(tmp_path / "log")[0][-3:]] == ["started", "finished", "ended"]
 
 
 @pytest.mark.parametrize("read", [True, False])
@@ -348,16 +351,6 @@ def test_a_terminal_shows_words(tmp_path: Path, as_json: bool) -> None:
     ]
     assert re.fullmatch(r"..:..:.. started sh -c .* \(process \d+, start 1\)", lines[0])
     assert lines[-1].endswith("ended with status 0 after 2 starts: the run has finished")
-
-
-def test_no_new_checkpoint_in_three_restarts(tmp_path: Path) -> None:
-    program = (
-        f"import holdfast as hf, sys\nm = hf.CheckpointManager({str(tmp_path / 'run')!r})\nm.acquire()\n"
-        "0 in m.all_steps() or m.save(0, {'w': 1.0})\nm.wait_until_finished()\nsys.exit(3)"
-    )
-    events = supervise("--", sys.executable, "-c", program, status=93)
-    assert [one["event"] for one in events].count("crashed") == 4
-    assert events[-2]["why"] == "no new checkpoint in 3 restarts in a row"
 
 
 def test_the_workers_that_a_program_leaves_behind_are_ended() -> None:
