@@ -33,16 +33,23 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
+LEFT_OUT = "hyper_parameters/f (the class or function builtins.print)"
+
+
 def test_import(cli: Cli, model: Path) -> None:
     target = model.parent / "ckpt"
-
     lines = cli.output("import", model, target).splitlines()
-
-    assert lines == [
-        f"{model} -> {target}: 3 leaves, 32 B (Lightning)",
-        "  left out: hyper_parameters/f (the class or function builtins.print)",
-    ]
+    assert lines == [f"{model} -> {target}: 3 leaves, 32 B (Lightning)", f"  left out: {LEFT_OUT}"]
     assert hf.load(target)["state_dict"]["w"].shape == (2, 3)
+    (found,) = cli.json("import", model, target, "--overwrite")["checkpoints"]
+    about = {"source": str(model), "path": str(target), "format": "Lightning", "step": None}
+    assert found == {**about, "leaves": 3, "bytes": 32, "left_out": [LEFT_OUT]}
+    shown = cli.output("show", model)
+    assert "state_dict/w" in shown
+    assert shown.endswith("32 B, written by Lightning\n")
+    assert cli.output("verify", model).splitlines()[-1] == "1 whole"
+    (listed,) = cli.json("ls", model)["checkpoints"]
+    assert (listed["step"], listed["damage"]) == (5, None)
 
 
 def test_the_directory_of_a_run_is_imported(cli: Cli, model: Path, run: Path) -> None:
@@ -58,26 +65,10 @@ def test_the_directory_of_a_run_is_imported(cli: Cli, model: Path, run: Path) ->
     assert said == f"holdfast: {run} is holdfast's own; holdfast cp copies it\n"
 
 
-def test_import_for_programs(cli: Cli, model: Path) -> None:
-    (found,) = cli.json("import", model, model.parent / "ckpt")["checkpoints"]
-
-    assert found == {
-        "source": str(model),
-        "path": str(model.parent / "ckpt"),
-        "format": "Lightning",
-        "step": None,
-        "leaves": 3,
-        "bytes": 32,
-        "left_out": ["hyper_parameters/f (the class or function builtins.print)"],
-    }
-
-
 def test_import_refuses(cli: Cli, model: Path, run: Path) -> None:
     exists = cli.error("import", model, run, status=2)
     assert "exists already" in exists
     assert "pass --overwrite" in exists
-    cli.output("import", model, model.parent / "ckpt")
-    cli.output("import", model, model.parent / "ckpt", "--overwrite")
     assert "no such directory" in cli.error("import", "/nonexistent", run / "x", status=2)
     model.write_bytes(model.read_bytes()[:-10])
     assert "cannot be read as a torch.save file" in cli.error("import", model, run / "x", status=1)
@@ -90,16 +81,6 @@ def test_a_part_is_exported(cli: Cli, model: Path) -> None:
     said = cli.error("export", model, target, "--overwrite", "--select", "state_dict/v", status=1)
     assert "--select 'state_dict/v' matches no leaf" in said
     assert "did you mean 'state_dict/w'?" in said
-
-
-def test_foreign_files_are_shown_listed_and_verified(cli: Cli, model: Path) -> None:
-    shown = cli.output("show", model)
-
-    assert "state_dict/w" in shown
-    assert shown.endswith("32 B, written by Lightning\n")
-    assert cli.output("verify", model).splitlines()[-1] == "1 whole"
-    (listed,) = cli.json("ls", model)["checkpoints"]
-    assert (listed["step"], listed["damage"]) == (5, None)
 
 
 def test_export_of_the_newest_or_of_a_step(cli: Cli, run: Path) -> None:
@@ -116,24 +97,15 @@ def test_export_of_the_best_step(cli: Cli, tmp_path: Path, run: Path) -> None:
     with hf.CheckpointManager(tmp_path / "ranked", options=options) as manager:
         for step, loss in ((1, 0.5), (2, 0.25), (3, 0.75)):
             manager.save(step, {"w": np.full(3, step)}, metrics={"loss": loss}, force=True)
-    target = tmp_path / "best.safetensors"
-
-    line = cli.output("export", tmp_path / "ranked", target, "--step", "best")
-    assert safetensors.numpy.load_file(target)["w"].tolist() == [2, 2, 2]
-    assert "ranked/2" in line
-
-    for chosen, source, said in (
-        ("best", run, "does not rank its checkpoints by the name of a metric"),
-        ("first", run, "'first' is neither a step number nor best"),
-    ):
-        assert said in cli.error("export", source, tmp_path / "x.pt", "--step", chosen, status=2)
-    assert not (tmp_path / "x").exists()
+    assert "ranked/2" in cli.output("export", tmp_path / "ranked", tmp_path / "best.safetensors", "--step", "best")
+    assert safetensors.numpy.load_file(tmp_path / "best.safetensors")["w"].tolist() == [2, 2, 2]
+    said = cli.error("export", run, tmp_path / "x.pt", "--step", "best", status=2)
+    assert "does not rank its checkpoints by the name of a metric" in said
+    assert not (tmp_path / "x.pt").exists()
 
 
 def test_export_of_all_steps(cli: Cli, run: Path) -> None:
-    lines = cli.output("export", run, run.parent / "orbax", "--to", "orbax").splitlines()
-
-    assert len(lines) == 2
+    assert len(cli.output("export", run, run.parent / "orbax", "--to", "orbax").splitlines()) == 2
     with ocp.CheckpointManager(run.parent / "orbax") as manager:
         assert sorted(manager.all_steps()) == [1, 2]
 
@@ -150,29 +122,25 @@ def test_export_in_place(cli: Cli, run: Path) -> None:
     assert cli.output("verify", run).splitlines()[-1] == "2 whole"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["x", "--to", "onnx"], "is not one of 'safetensors', 'orbax', 'torch', 'dcp'"),
-        ([], "DST is missing: give the file or directory to write"),
-        (["--in-place"], "--in-place takes --to orbax"),
-        (["x", "--to", "orbax", "--in-place"], "--in-place takes --to orbax"),
-        (["--to", "orbax", "--in-place", "--step", "best"], "--in-place takes the number of a step, not"),
-        (["x.pt", "--step", "9"], "no checkpoint of step 9"),
-        (["x.pt", "--item", "y"], "no tree 'y'; it has state"),
-    ],
-    ids=["format", "no destination", "in place", "in place and elsewhere", "in place, best", "step", "item"],
-)
-def test_export_refuses(cli: Cli, run: Path, arguments: list[str], message: str) -> None:
-    assert message in cli.error("export", run, *arguments, status=2)
+EXPORT_ERRORS = {  # what follows the name of a run: what is said
+    "x --to onnx": "is not one of 'safetensors', 'orbax', 'torch', 'dcp'",
+    "": "DST is missing: give the file or directory to write",
+    "--in-place": "--in-place takes --to orbax",
+    "x --to orbax --in-place": "--in-place takes --to orbax",
+    "--to orbax --in-place --step best": "--in-place takes the number of a step, not",
+    "x.pt --step 9": "no checkpoint of step 9",
+    "x.pt --step first": "'first' is neither a step number nor best",
+    "x.pt --item y": "no tree 'y'; it has state",
+    "there.safetensors": "choose another name, or pass --overwrite\n",
+}
 
 
-def test_export_names_its_option(cli: Cli, run: Path) -> None:
-    target = run.parent / "x.safetensors"
-    target.write_bytes(b"")
-
-    assert cli.error("export", run, target, status=2).endswith("choose another name, or pass --overwrite\n")
-    cli.output("export", run, target, "--overwrite")
+@pytest.mark.parametrize("arguments", EXPORT_ERRORS)
+def test_export_refuses(cli: Cli, run: Path, monkeypatch: pytest.MonkeyPatch, arguments: str) -> None:
+    monkeypatch.chdir(run.parent)
+    Path("there.safetensors").touch()
+    assert EXPORT_ERRORS[arguments] in cli.error("export", run, *arguments.split(), status=2)
+    cli.output("export", run, "there.safetensors", "--overwrite")
 
 
 def test_export_asks_for_an_item(cli: Cli, tmp_path: Path) -> None:
@@ -193,20 +161,11 @@ def test_copy_a_run(cli: Cli, run: Path, place: str) -> None:
     again = cli.json("cp", run, place, "--max-bandwidth", "1 GB/s")["checkpoints"]
     one = cli.output("cp", f"{place}/2", run.parent / "copy")
 
-    total = again[0]["bytes"]
-    assert [line.partition(" -> ")[0] for line in lines] == [
-        str(run / "checkpoints" / "1"),
-        str(run / "checkpoints" / "2"),
-    ]
+    sources = [str(run / "checkpoints" / step) for step in ("1", "2")]
+    assert [line.partition(" -> ")[0] for line in lines] == sources
     assert again == [
-        {
-            "source": str(run / "checkpoints" / step),
-            "path": f"{place}/{step}",
-            "step": int(step),
-            "bytes": total,
-            "sent": 0,
-        }
-        for step in ("1", "2")
+        {"source": source, "path": f"{place}/{step}", "step": step, "bytes": again[0]["bytes"], "sent": 0}
+        for step, source in enumerate(sources, 1)
     ]
     assert one.startswith(f"{place}/2 -> {run.parent}/copy: ")
     assert hf.load(run.parent / "copy")["w"].tolist() == [2, 2, 2]
@@ -221,9 +180,8 @@ def test_copy_nothing_over_another_checkpoint(cli: Cli, run: Path) -> None:
     assert message.endswith("another checkpoint is there; choose another path, or replace it (--overwrite)\n")
     cli.output("cp", source, run.parent / "copy", "--overwrite")
     assert hf.load(run.parent / "copy")["w"].tolist() == [1, 1, 1]
-    assert "--max-bandwidth 'fast' is not a rate" in cli.error(
-        "cp", source, run.parent / "more", "--max-bandwidth", "fast", status=2
-    )
+    message = cli.error("cp", source, run.parent / "more", "--max-bandwidth", "fast", status=2)
+    assert "--max-bandwidth 'fast' is not a rate" in message
 
 
 def test_the_weights_of_a_loop_have_the_names_of_their_module(cli: Cli, tmp_path: Path) -> None:

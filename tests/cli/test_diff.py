@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
-from tests.cli.commands import Cli
+from tests.cli.commands import Cli, flip_a_bit
 
 import holdfast as hf
 from holdfast.engine.sources import comparison, leaf_statistics, open_checkpoint
@@ -35,12 +35,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_the_same(cli: Cli, run: Path) -> None:
-    said = cli.output("diff", run, run / "2")
-    assert said == f"{run}/2 and {run}/2 are the same, bit for bit\n"
-
-
-def test_differences(cli: Cli, run: Path) -> None:
+def test_differences(cli: Cli, run: Path, tmp_path: Path) -> None:
     lines = cli.output("diff", run, run, "--step", 1, "--other-step", 2, status=1).splitlines()
     assert [line.split()[0] for line in lines[1:3]] == ["state/a/w", "state/n"]
     assert "1 of 12 elements differ, by at most 1e-09; the first at [1, 1]" in lines[1]
@@ -51,10 +46,9 @@ def test_differences(cli: Cli, run: Path) -> None:
     found = cli.json("diff", run / "1", run / "2", "--rtol", "1e-6", status=1)
     assert [(one["path"], one["kind"], one["first"]) for one in found["differences"]] == [("n", "values", [])]
     cli.output("diff", run / "1", run / "2", "--rtol", "0.5", status=0)
-
-
-def test_a_checkpoint_of_another_library(cli: Cli, run: Path, tmp_path: Path) -> None:
-    np.savez(tmp_path / "w.npz", w=TREE["a"]["w"])
+    said = cli.output("diff", run, run / "2")
+    assert said == f"{run}/2 and {run}/2 are the same, bit for bit\n"
+    np.savez(tmp_path / "w.npz", w=TREE["a"]["w"])  # a checkpoint of another library
     hf.save(tmp_path / "w", {"w": TREE["a"]["w"]})
     assert "are the same" in cli.output("diff", tmp_path / "w.npz", tmp_path / "w")
 
@@ -62,10 +56,7 @@ def test_a_checkpoint_of_another_library(cli: Cli, run: Path, tmp_path: Path) ->
 def test_what_cannot_be_compared_is_no_difference(cli: Cli, run: Path) -> None:
     assert "no such directory" in cli.error("diff", run, run / "nowhere", status=2)
     assert "'x' is not a valid integer" in cli.error("diff", run, "x", run, "2", status=2)
-    (data,) = [path for path in (run / "2" / "state" / "d").iterdir() if path.name != "index"]
-    content = bytearray(data.read_bytes())
-    content[5] ^= 1
-    data.write_bytes(content)
+    flip_a_bit(run / "2")
     assert "damaged" in cli.error("diff", run / "1", run / "2", status=2)
 
 
@@ -78,11 +69,11 @@ def test_statistics_of_leaves(cli: Cli, run: Path) -> None:
     table = cli.output("show", run, 1, "--stats", "--select", "a/*").splitlines()
     assert table[0].split()[-6:] == ["MIN", "MAX", "MEAN", "NORM", "NAN", "INF"]
     assert len(table) == 5
+    assert "matches no leaf" in cli.error("show", run, "--select", "b/**", status=2)
 
 
 def test_the_tree(cli: Cli, run: Path) -> None:
-    lines = cli.output("show", run, 1, "--tree").splitlines()
-    assert lines[1:] == [
+    assert cli.output("show", run, 1, "--tree").splitlines()[1:] == [
         "  state/  116 B",
         "    a/  108 B",
         "      w  96 B  float64[3, 4]",
@@ -90,16 +81,9 @@ def test_the_tree(cli: Cli, run: Path) -> None:
         "    n  8 B  int64[]",
         "    s  0 B  str 'x'",
     ]
-
-
-def test_the_tree_with_statistics(cli: Cli, run: Path) -> None:
     lines = cli.output("show", run, 1, "--tree", "--stats").splitlines()
     assert lines[4].split("  ")[-1] == "float32[3], min 1, max 1, mean 1, norm 1, nan 1, inf 1"
     assert lines[6].split("  ")[-1] == "str 'x'"
-
-
-def test_a_pattern_that_matches_nothing(cli: Cli, run: Path) -> None:
-    assert "matches no leaf" in cli.error("show", run, "--select", "b/**", status=2)
 
 
 def test_statistics_of_leaves_that_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,9 +117,8 @@ def test_statistics_are_those_of_the_whole_array(
         patch.setattr(comparison, "_PART", part)
         (found,) = leaf_statistics(open_checkpoint(as_location(place)))
 
-    numbers = np.abs(values).astype(np.float64) if values.dtype.kind == "c" else values.astype(np.float64)
-    if values.dtype.kind == "c":
-        numbers = np.abs(values.astype(np.complex128))
+    is_complex = values.dtype.kind == "c"
+    numbers = np.abs(values.astype(np.complex128)) if is_complex else values.astype(np.float64)
     finite = numbers[np.isfinite(numbers)]
     assert (found.size, found.nan) == (values.size, int(np.isnan(numbers).sum()))
     assert found.inf == values.size - finite.size - found.nan

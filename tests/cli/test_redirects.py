@@ -30,27 +30,22 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     process_observer.cache_clear()
 
 
-def test_what_is_not_claimed_stays_where_it_is(folder: Path, tmp_path: Path) -> None:
-    assert as_location("weights").path == tmp_path / "weights"
-    as_location("weights/a", writes=True)
-    assert as_location("weights").path == tmp_path / "weights"
-    assert as_location("weights/ab").path == tmp_path / "weights" / "ab"
-
-
 def test_what_is_claimed_is_elsewhere_with_all_below(folder: Path, tmp_path: Path) -> None:
+    as_location("weights/a", writes=True)
+    for name in ("weights", "weights/ab"):
+        assert as_location(name).path == tmp_path / name, "what is not claimed stays where it is"
     claimed = as_location("runs/x", writes=True)
     assert claimed.path.parent == folder
     assert claimed.name.startswith("x.")
     assert as_location(tmp_path / "runs" / "x" / "7") == claimed / "7" == as_location("runs/../runs/x/7")
     assert as_location(claimed, writes=True) == claimed, "never twice"
     assert as_location("runs/y/x", writes=True).path != claimed.path
-    below = as_location("runs/x/checkpoints", writes=True)
-    assert below == claimed / "checkpoints"
+    assert as_location("runs/x/checkpoints", writes=True) == claimed / "checkpoints"
 
     again = Redirects(folder)  # the next start of the program
     assert again.target(str(tmp_path / "runs" / "x"), writes=False) == claimed.url
     lines = (folder / "claims.jsonl").read_text().splitlines()
-    assert len(lines) == 3, "one line for each directory that is written to"
+    assert len(lines) == 4, "one line for each directory that is written to"
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/run", "gs://bucket/a b", "memory://x", "/", "/…/ü"])
