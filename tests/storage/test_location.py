@@ -84,17 +84,14 @@ def test_what_is_not_a_location(text: str, message: str) -> None:
     assert isinstance(caught.value, ValueError)
 
 
-def test_a_folder_may_be_named_as_a_scheme(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert as_location("./gs/x").url == str(tmp_path / "gs" / "x")
-    (tmp_path / "gs").mkdir()
-    assert as_location("gs/x").url == str(tmp_path / "gs" / "x")
-
-
 def test_relative_paths_count_from_here(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a folder has the name of a scheme."""
     monkeypatch.chdir(tmp_path)
     place = as_location("runs/x")
     assert place == as_location(tmp_path / "runs" / "x")
+    assert as_location("./gs/x").url == str(tmp_path / "gs" / "x")
+    (tmp_path / "gs").mkdir()
+    assert as_location("gs/x").url == str(tmp_path / "gs" / "x")
     monkeypatch.chdir("/")
     assert place.url == str(tmp_path / "runs" / "x")
 
@@ -137,15 +134,12 @@ def test_equality_and_hash() -> None:
 
 
 @pytest.mark.parametrize("text", ["/runs/a b", "memory://runs/a%20b", "s3://bucket/x"])
-def test_copies_are_equal(text: str) -> None:
+def test_locations_are_immutable_values(text: str) -> None:
     place = as_location(text)
     assert pickle.loads(pickle.dumps(place)) == place
     assert copy.deepcopy(place) == place
-
-
-def test_locations_are_immutable() -> None:
     with pytest.raises(AttributeError, match="immutable"):
-        as_location("/a").name = "b"  # type: ignore[misc]  # That is what the test is about.
+        place.name = "b"  # type: ignore[misc]  # That is what the test is about.
 
 
 def test_local_locations_are_paths(tmp_path: pathlib.Path) -> None:
@@ -171,9 +165,6 @@ def test_other_locations_are_not(text: str) -> None:
 def test_other_objects_are_not_a_place(place: object) -> None:
     with pytest.raises(InvalidLocationError, match=r"of type \w+ is not a location.* path comes first"):
         as_location(place)  # type: ignore[arg-type]  # That is what the test is about.
-
-
-def test_bytes_are_not_a_place() -> None:
     with pytest.raises(InvalidLocationError):
         as_location(os.fsencode("/x"))  # type: ignore[arg-type]  # That is what the test is about.
 
@@ -225,15 +216,12 @@ def test_handlers_find_the_methods_of_pathlib(place: str, tmp_path: pathlib.Path
     assert work(as_location(place)) == expected
 
 
-def test_a_directory_that_is_there(tmp_path: pathlib.Path) -> None:
+def test_what_pathlib_refuses(tmp_path: pathlib.Path, place: str) -> None:
     as_location(tmp_path).mkdir(exist_ok=True)
     with pytest.raises(FileExistsError):
         as_location(tmp_path).mkdir()
     (tmp_path / "link").symlink_to(tmp_path)
     assert list(as_location(tmp_path).glob("**/link")) == [as_location(tmp_path / "link")]
-
-
-def test_an_object_is_not_changed_in_the_middle(place: str) -> None:
     with pytest.raises(OptionError, match=r"mode='r\+b' opens no object in a store"):
         (as_location(place) / "x").open("r+b")
 

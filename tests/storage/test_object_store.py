@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import uuid
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,15 +13,10 @@ from holdfast.engine.storage import Location, Segment, as_location
 from holdfast.engine.storage.folders import MemoryBackend
 from holdfast.integrations.formats.orbax.arrays import directory_spec
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 
 @pytest.fixture
-def root() -> Iterator[Location]:
-    place = as_location(f"memory://{uuid.uuid4().hex}")
-    yield place
-    place.remove_tree()
+def root(place: str) -> Location:
+    return as_location(place)
 
 
 DEFAULT = {
@@ -51,11 +45,7 @@ DEFAULT = {
             {"AWS_ENDPOINT_URL": "http://a", "AWS_ENDPOINT_URL_S3": "http://b", "AWS_DEFAULT_REGION": "r"},
             DEFAULT | {"endpoint": "http://b", "aws_region": "r"},
         ),
-        (
-            "s3://runs/x",
-            {"AWS_ACCESS_KEY_ID": "key"},
-            DEFAULT | {"aws_credentials": {"type": "environment"}},
-        ),
+        ("s3://runs/x", {"AWS_ACCESS_KEY_ID": "key"}, DEFAULT | {"aws_credentials": {"type": "environment"}}),
     ],
     ids=["memory", "gs", "s3", "region", "profile", "endpoint", "endpoint-s3", "credentials"],
 )
@@ -76,9 +66,6 @@ def test_one_backend_for_the_same_settings(monkeypatch: pytest.MonkeyPatch) -> N
     assert as_location("s3://runs")._backend is first._backend
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     assert as_location("s3://runs") != first
-
-
-def test_the_root_is_a_directory() -> None:
     assert as_location("memory://").is_directory()
     assert as_location("memory://").exists()
 

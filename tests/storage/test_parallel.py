@@ -32,11 +32,15 @@ def test_results_come_in_order(max_concurrency: int) -> None:
 
 @pytest.mark.parametrize("beside", [None, 1])
 def test_as_many_as_may_where_no_loop_runs_beside_the_call(beside: int | None) -> None:
+    """They are named after the work; one item takes none."""
     barrier = threading.Barrier(4, timeout=10)
-    assert parallel_map(lambda _: barrier.wait() >= 0, range(8), 4, beside=beside) == [True] * 8
 
+    def work(_: int) -> str:
+        barrier.wait()
+        return threading.current_thread().name
 
-def test_one_item_takes_no_thread() -> None:
+    found = parallel_map(work, range(8), 4, beside=beside, name="holdfast-test")
+    assert {*found} == {threading.current_thread().name, *(f"holdfast-test-{number}" for number in (1, 2, 3))}
     assert parallel_map(lambda _: threading.current_thread(), [0], 16) == [threading.current_thread()]
 
 
@@ -63,17 +67,6 @@ def test_an_interrupt_waits_for_the_helpers(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(KeyboardInterrupt):
         parallel_map(work, range(2), 2)
     assert ended
-
-
-def test_helpers_are_named_after_the_work() -> None:
-    barrier = threading.Barrier(3, timeout=10)
-
-    def work(_: int) -> str:
-        barrier.wait()
-        return threading.current_thread().name
-
-    found = parallel_map(work, range(3), 3, name="holdfast-test")
-    assert sorted(found) == sorted([threading.current_thread().name, "holdfast-test-1", "holdfast-test-2"])
 
 
 @pytest.mark.parametrize("error", [KeyError("first"), KeyboardInterrupt(), SystemExit(3)], ids=repr)
@@ -142,10 +135,6 @@ def test_work_that_has_ended_keeps_nothing_alive(fails: bool) -> None:
         gc.enable()
 
 
-def _helpers(name: str) -> int:
-    return sum(thread.name.startswith(f"{name}-") for thread in threading.enumerate())
-
-
 def test_few_helpers_beside_a_loop_and_more_once_it_waits() -> None:
     awaited, both, all_four = threading.Event(), threading.Barrier(2, timeout=10), threading.Barrier(4, timeout=10)
     counted: list[int] = []
@@ -154,7 +143,7 @@ def test_few_helpers_beside_a_loop_and_more_once_it_waits() -> None:
         if number < 2:
             both.wait()
             if number == 0:
-                counted.append(_helpers("holdfast-test"))
+                counted.append(sum(thread.name.startswith("holdfast-test-") for thread in threading.enumerate()))
                 awaited.set()
             both.wait()
         else:

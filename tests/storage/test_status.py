@@ -34,9 +34,6 @@ def test_os_errors(number: int, expected: type[errors.StorageError], builtin: ty
     assert isinstance(mapped, builtin)
     assert mapped.errno == number
     assert f"cannot write /runs/x: {os.strerror(number)}" in str(mapped)
-
-
-def test_every_mapped_os_error_is_a_storage_error() -> None:
     assert all(issubclass(kind, errors.StorageError) for kind in OS_ERRORS.values())
 
 
