@@ -18,6 +18,7 @@ import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import Mock
 
 import fsspec
 import numpy as np
@@ -33,26 +34,6 @@ from holdfast.engine.storage import Location, Segment, as_location, fsspec_store
 CANARY = "canary"
 
 
-class Renames(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
-    """A file system on the disk whose rename refuses a target that is there, as that of HDFS does."""
-
-    protocol = "hdfs"
-
-    def mv(self, path1: str, path2: str, **kwargs: Any) -> None:
-        if os.path.exists(path2):
-            raise FileExistsError(17, "File exists", path2)
-        os.rename(path1, path2)
-
-
-class Replaces(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
-    """A file system on the disk whose rename replaces a target, as that of SFTP does."""
-
-    protocol = "sftp"
-
-    def mv(self, path1: str, path2: str, **kwargs: Any) -> None:
-        os.rename(path1, path2)
-
-
 class Plain(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
     """A file system on the disk of which nothing is known."""
 
@@ -61,6 +42,26 @@ class Plain(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
     @classmethod
     def _strip_protocol(cls, path: str) -> str:
         return str(super()._strip_protocol(path.removeprefix("plain://")))
+
+
+class Replaces(Plain):
+    """Its rename replaces a target, as that of SFTP does."""
+
+    protocol = "sftp"
+
+    def mv(self, path1: str, path2: str, **kwargs: Any) -> None:
+        os.rename(path1, path2)
+
+
+class Renames(Replaces):
+    """Its rename refuses a target that is there, as that of HDFS does."""
+
+    protocol = "hdfs"
+
+    def mv(self, path1: str, path2: str, **kwargs: Any) -> None:
+        if os.path.exists(path2):
+            raise FileExistsError(17, "File exists", path2)
+        super().mv(path1, path2)
 
 
 KINDS = {"memory": MemoryFileSystem, "renames": Renames, "replaces": Replaces, "plain": Plain}
@@ -89,14 +90,6 @@ class TestFsspec(BackendConformance):
     @pytest.fixture
     def root(self, place: Location) -> Location:
         return place
-
-
-def test_a_url(tmp_path: pathlib.Path) -> None:
-    place = as_location(f"plain://{tmp_path}/a%20b/run")
-    hf.save(place, {"w": np.arange(5)})
-    assert (tmp_path / "a b" / "run" / "checkpoint.json").is_file()
-    assert hf.load(f"plain://{tmp_path}/a%20b/run")["w"].tolist() == [0, 1, 2, 3, 4]
-    assert as_location(place.url) == place
 
 
 def test_a_run(place: Location) -> None:
@@ -130,9 +123,7 @@ def test_what_is_not_promised_is_said_once(tmp_path: pathlib.Path, caplog: pytes
             as_location(f"{tmp_path}/{name}", filesystem=filesystem)
         [record] = caplog.records
         assert record.levelno == logging.WARNING
-        protocol = filesystem.protocol if isinstance(filesystem.protocol, str) else filesystem.protocol[0]
-        assert record.getMessage().startswith(f"{protocol}+")
-        assert re.search(missing, record.getMessage())
+        assert re.search(rf"^{filesystem.protocol}\+.*{missing}", record.getMessage())
 
 
 @pytest.mark.parametrize(
@@ -157,21 +148,16 @@ def test_what_is_no_place(text: str, message: str) -> None:
     assert CANARY not in str(caught.value)
 
 
-def test_without_fsspec(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+def test_packages_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = ImportError('SFTPFileSystem requires "paramiko" to be installed')
+    monkeypatch.setattr(fsspec, "get_filesystem_class", Mock(side_effect=error))
+    with pytest.raises(hf.errors.OptionError, match=r'sftp://host/x.* needs another package.*"paramiko"'):
+        as_location("sftp://host/x")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(hf.errors.InvalidLocationError, match=r"needs fsspec \(pip install .*\[fsspec\]'\)"):
         as_location("hdfs://host/run")
     with pytest.raises(hf.errors.OptionError, match="needs fsspec"):
         as_location("run", filesystem=object())
-
-
-def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(scheme: str) -> Any:
-        raise ImportError('SFTPFileSystem requires "paramiko" to be installed')
-
-    monkeypatch.setattr(fsspec, "get_filesystem_class", missing)
-    with pytest.raises(hf.errors.OptionError, match=r'sftp://host/x.* needs another package.*"paramiko"'):
-        as_location("sftp://host/x")
 
 
 def test_file_systems_that_are_passed(tmp_path: pathlib.Path) -> None:
@@ -214,12 +200,15 @@ def test_the_url_of_a_file_system_is_the_same_in_all_processes(tmp_path: pathlib
     assert done.stdout.decode().split() == urls
 
 
-def test_a_file_system_with_secrets_has_a_url_of_this_process() -> None:
-    """A name without them would mean files of another account elsewhere."""
+def test_urls_of_this_process(tmp_path: pathlib.Path) -> None:
+    """A name without the secrets of a file system would mean files of another account elsewhere."""
     one, other = (MemoryFileSystem(zone="a", token=token, skip_instance_cache=True) for token in (CANARY, "another"))
     assert url_of(one) == url_of(pickle.loads(pickle.dumps(one))) != url_of(other)
     first, *_ = fsspec_store._names_of(one, "")
     assert fsspec_store._names_of(one, "")[0] != first, "chosen at random"
+    locked = MemoryFileSystem(lock=threading.Lock(), skip_instance_cache=True)  # which cannot be pickled
+    assert url_of(locked) == url_of(locked)
+    assert re.match(r"memory\+[0-9a-f]{8}://runs/x", url_of(locked))
 
 
 def test_a_file_system_is_described_once() -> None:
@@ -243,11 +232,12 @@ class Home(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
         return path.rstrip("/")
 
 
-def test_relative_and_absolute_paths_of_one_file_system(tmp_path: pathlib.Path) -> None:
+def test_relative_and_absolute_paths_of_one_file_system() -> None:
     filesystem = Home(skip_instance_cache=True)
-    absolute, relative = (as_location(path, filesystem=filesystem) for path in ("/data/x", "data/x"))
-    assert absolute != relative
-    assert (absolute, relative) == tuple(as_location(path, filesystem=filesystem) for path in ("/data/x", "data/x"))
+    absolute, relative = (
+        [as_location(path, filesystem=filesystem) for _ in range(2)] for path in ("/data/x", "data/x")
+    )
+    assert absolute[0] == absolute[1] != relative[0] == relative[1]
 
 
 def test_the_deletion_of_a_snapshot_spares_what_was_written_since(place: Location) -> None:
@@ -260,12 +250,6 @@ def test_the_deletion_of_a_snapshot_spares_what_was_written_since(place: Locatio
     assert [entry.name for entry in (place / "a").entries()] == ["new"]
     place.snapshot().remove_tree()
     assert not list(place.entries())
-
-
-def test_a_file_system_that_cannot_be_pickled_has_a_url_of_this_process() -> None:
-    filesystem = MemoryFileSystem(lock=threading.Lock(), skip_instance_cache=True)
-    assert url_of(filesystem) == url_of(filesystem)
-    assert re.match(r"memory\+[0-9a-f]{8}://runs/x", url_of(filesystem))
 
 
 def test_components_take_the_file_system_of_rllib(filesystem: Any, tmp_path: pathlib.Path) -> None:
@@ -298,21 +282,22 @@ class Fails(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
     ls = cat_file = pipe_file = open = rm_file = makedirs = info
 
 
-class AuthenticationFailedError(Exception):
-    """As the libraries below name theirs."""
+DATA = Segment(0, 10, lambda: iter([np.zeros(10, np.uint8)]))
 
 
-class ConnectTimeoutError(Exception):
-    """As the libraries below name theirs."""
+def of_a_library(name: str, message: str) -> Exception:
+    """Returns an error that holdfast does not know, as libraries name theirs."""
+    error: Exception = type(name, (Exception,), {})(message)
+    return error
 
 
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
         (PermissionError(13, "Permission denied"), hf.errors.StoragePermissionError),
-        (AuthenticationFailedError(f"no such password: {CANARY}"), hf.errors.StoragePermissionError),
+        (of_a_library("AuthenticationFailedError", f"no password: {CANARY}"), hf.errors.StoragePermissionError),
         (OSError(28, "No space left on device"), hf.errors.StorageFullError),
-        (ConnectTimeoutError("https://user:canary@host timed out"), hf.errors.StorageUnavailableError),
+        (of_a_library("ConnectTimeoutError", "https://user:canary@host"), hf.errors.StorageUnavailableError),
         (ConnectionResetError(104, "reset"), hf.errors.StorageUnavailableError),
         (TimeoutError(f"login {CANARY}"), hf.errors.StorageUnavailableError),
         (socket.gaierror(-2, "Name or service not known"), hf.errors.StorageUnavailableError),
@@ -324,7 +309,6 @@ class ConnectTimeoutError(Exception):
 def test_errors_without_secrets(error: Exception, kind: type[Exception], caplog: pytest.LogCaptureFixture) -> None:
     """A list that fails is not an empty directory either."""
     place = as_location("/run", filesystem=Fails(error, password=CANARY, nested={"api_key": CANARY}))
-    data = Segment(0, 10, lambda: iter([np.zeros(10, np.uint8)]))
     with caplog.at_level(logging.DEBUG):
         for action in (
             lambda: hf.load(place),
@@ -333,7 +317,7 @@ def test_errors_without_secrets(error: Exception, kind: type[Exception], caplog:
             place.entries,
             place.remove_tree,
             lambda: place.write_bytes(b"x"),
-            lambda: place.write_data(10, [data]),
+            lambda: place.write_data(10, [DATA]),
         ):
             with pytest.raises(kind, match=r"cannot .*fails") as caught:
                 action()
@@ -377,9 +361,8 @@ class Loses(Replaces):
 
 def test_what_arrives_in_part_or_under_another_name_only_is_removed(tmp_path: pathlib.Path) -> None:
     place = as_location(str(tmp_path / "folder"), filesystem=Loses(skip_instance_cache=True))
-    data = Segment(0, 10, lambda: iter([np.zeros(10, np.uint8)]))
     with pytest.raises(hf.errors.StorageError, match="10 bytes were sent, but 9 were stored; try again"):
-        (place / "data").write_data(10, [data])
+        (place / "data").write_data(10, [DATA])
     with pytest.raises(hf.errors.StorageError, match="I/O error"):
         (place / "record").write_bytes(b"content")
     assert list((tmp_path / "folder").iterdir()) == []
@@ -474,30 +457,25 @@ def test_what_comes_too_late_is_dropped(error: Exception | None, monkeypatch: py
 
 
 FORKED = """
-import logging, os, sys
+import os, sys
 import fsspec
-from fsspec.implementations.local import LocalFileSystem
+from tests.storage.test_fsspec import Plain
 import holdfast as hf
 
-class Plain(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
-    protocol = "plain"
-
+class Noted(Plain):
     def __init__(self, **options):
         super().__init__(**options)
         self.process = os.getpid()
-
-    @classmethod
-    def _strip_protocol(cls, path):
-        return super()._strip_protocol(path.removeprefix("plain://"))
 
     def info(self, path, **options):
         assert self.process == os.getpid(), "made by the parent"
         return super().info(path, **options)
 
-fsspec.register_implementation("plain", Plain)
-hf.save(f"plain://{sys.argv[1]}/run", {"step": 3})
+url = f"plain://{sys.argv[1]}/a%20b/run"
+fsspec.register_implementation("plain", Noted)
+hf.save(url, {"step": 3})
 child = os.fork()
-found = hf.load(f"plain://{sys.argv[1]}/run")
+found = hf.load(url)
 os.write(1, f"{'parent' if child else 'child'} {found}\\n".encode())  # at once: both print
 if not child:
     os._exit(0)
@@ -505,8 +483,12 @@ os.waitpid(child, 0)
 """
 
 
-def test_forked_processes_connect_again(tmp_path: pathlib.Path) -> None:
-    found = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FORKED, str(tmp_path)], capture_output=True, text=True, timeout=100
-    )
+def test_a_url_and_forked_processes_that_connect_again(tmp_path: pathlib.Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", FORKED, str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    found = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
     assert sorted(found.stdout.splitlines()) == ["child {'step': 3}", "parent {'step': 3}"], found.stderr
+    assert (tmp_path / "a b" / "run" / "checkpoint.json").is_file()
+    place = as_location(f"plain://{tmp_path}/a%20b/run")
+    assert hf.load(place.url) == {"step": 3}
+    assert as_location(place.url) == place
