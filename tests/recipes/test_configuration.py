@@ -25,152 +25,88 @@ def problems_of(tmp_path: Path, text: str, *arguments: str) -> list[str]:
     return [str(problem).replace(str(path), "FILE") for problem in caught.value.problems]
 
 
-ERRORS = {
-    "key of another library": (
-        "checkpoint:\n  monitor: val_loss",
-        "FILE:3: checkpoint.monitor: unknown key: here it is best_fn",
+ERRORS = {  # what follows the name of the recipe in a file: what is said
+    "checkpoint:\n  monitor: val_loss": "FILE:3: checkpoint.monitor: unknown key: here it is best_fn",
+    "checkpoint:\n  dirpath: runs/x": (
+        "FILE:3: checkpoint.dirpath: unknown key: the directory is the first argument of callbacks and managers, "
+        "and directory: in a configuration"
     ),
-    "the directory of another library": (
-        "checkpoint:\n  dirpath: runs/x",
-        "FILE:3: checkpoint.dirpath: unknown key: the directory is the first argument of callbacks and managers, and "
-        "directory: in a configuration",
+    "train:\n  stpes: 3": 'FILE:3: train.stpes: unknown key; did you mean "steps"?',
+    "chekpoint:\n  max_to_keep: 3": 'FILE:2: chekpoint: unknown key; did you mean "checkpoint"?',
+    "max_to_keep: 3": 'FILE:2: max_to_keep: unknown key; did you mean "checkpoint.max_to_keep"?',
+    "logging:\n  zzz: 3": "FILE:3: logging.zzz: unknown key; expected one of interval_steps, level",
+    "seed: 1\nname: x\nseed: 2": "FILE:4: seed: the key is given twice; the first is at FILE:2",
+    'train: {steps: "100"}': 'FILE:2: train.steps: expected a whole number, found the text "100"',
+    "train: {steps: 1e3}": "FILE:2: train.steps: expected a whole number, found 1000.0",
+    "seed: true": "FILE:2: seed: expected a whole number, found true",
+    "train: {steps: 0}": "FILE:2: train.steps: expected a number above 0, found 0",
+    "optimizer: {learning_rate: .nan}": "FILE:2: optimizer.learning_rate: expected a finite number, found nan",
+    "model: {dropout: 1.5}": "FILE:2: model.dropout: expected a number below 1.0, found 1.5",
+    "checkpoint: {save_on_best: on}": 'FILE:2: checkpoint.save_on_best: expected true or false, found the text "on"',
+    "checkpoint: {resume: always}": (
+        "FILE:2: checkpoint.resume: expected 'auto', 'must', 'never', 'best' or a step number, found the text "
+        '"always"'
     ),
-    "unknown key": ("train:\n  stpes: 3", 'FILE:3: train.stpes: unknown key; did you mean "steps"?'),
-    "unknown section": ("chekpoint:\n  max_to_keep: 3", 'FILE:2: chekpoint: unknown key; did you mean "checkpoint"?'),
-    "key of another section": (
-        "max_to_keep: 3",
-        'FILE:2: max_to_keep: unknown key; did you mean "checkpoint.max_to_keep"?',
+    "checkpoint: {partial: all}": "FILE:2: checkpoint.partial: expected 'initialize', found the text \"all\"",
+    "checkpoint: {save_interval_secs: soon}": (
+        'FILE:2: checkpoint.save_interval_secs: expected seconds above zero, or text such as "15m", "auto" or '
+        '"auto 1m to 1h", found the text "soon"'
     ),
-    "nothing like it": (
-        "logging:\n  zzz: 3",
-        "FILE:3: logging.zzz: unknown key; expected one of interval_steps, level",
+    "model:\n  hidden:\n  - 64\n  - many": 'FILE:5: model.hidden.1: expected a whole number, found the text "many"',
+    "model: {hidden: []}": "FILE:2: model.hidden: expected a list of at least 1, found the list []",
+    "model: {hidden: 64}": "FILE:2: model.hidden: expected a list, found 64",
+    "seed: 0\ntrain:\n": "FILE:3: train: expected a section with keys, found nothing",
+    "name: a/b": 'FILE:2: name: expected a valid folder name, found the text "a/b"',
+    "name: !!python/name:os.system x": (
+        "FILE:2: name: the tag tag:yaml.org,2002:python/name:os.system is not allowed: write plain YAML"
     ),
-    "doubled key": ("seed: 1\nname: x\nseed: 2", "FILE:4: seed: the key is given twice; the first is at FILE:2"),
-    "doubled section": (
-        "train:\n  steps: 3\ntrain:\n  steps: 4",
-        "FILE:4: train: the key is given twice; the first is at FILE:2",
+    "seed: !!int many": "FILE:2: seed: the tag tag:yaml.org,2002:int is not allowed: write plain YAML",
+    "seed: {a: 1, b: 2}": "FILE:2: seed: expected a whole number, found a section (a, b)",
+    "seed: {}": "FILE:2: seed: expected a whole number, found an empty section",
+    "[a, b]: 3": "FILE:2: a key must be text, found a list or a section",
+    "model: {hidden: &a [1, *a]}": "FILE:2: model.hidden.1: an alias that contains itself has no value",
+    "checkpoint: {best_fn: val_acuracy}": (
+        "FILE:2: checkpoint.best_fn: expected a metric of this recipe (loss, val_accuracy, val_loss), found "
+        '"val_acuracy"; did you mean "val_accuracy"?'
     ),
-    "text for a whole number": (
-        "train: {steps: many}",
-        'FILE:2: train.steps: expected a whole number, found the text "many"',
-    ),
-    "quoted number": ('train: {steps: "100"}', 'FILE:2: train.steps: expected a whole number, found the text "100"'),
-    "fraction for a whole number": (
-        "train: {steps: 1e3}",
-        "FILE:2: train.steps: expected a whole number, found 1000.0",
-    ),
-    "truth for a whole number": ("seed: true", "FILE:2: seed: expected a whole number, found true"),
-    "zero steps": ("train: {steps: 0}", "FILE:2: train.steps: expected a number above 0, found 0"),
-    "text for a number": (
-        "optimizer:\n  warmup_steps: 3\n  learning_rate: fast",
-        'FILE:4: optimizer.learning_rate: expected a number, found the text "fast"',
-    ),
-    "not finite": (
-        "optimizer: {learning_rate: .nan}",
-        "FILE:2: optimizer.learning_rate: expected a finite number, found nan",
-    ),
-    "out of range": ("model: {dropout: 1.5}", "FILE:2: model.dropout: expected a number below 1.0, found 1.5"),
-    "on is text": (
-        "checkpoint: {save_on_best: on}",
-        'FILE:2: checkpoint.save_on_best: expected true or false, found the text "on"',
-    ),
-    "one of three": (
-        "checkpoint: {resume: always}",
-        "FILE:2: checkpoint.resume: expected 'auto', 'must', 'never', 'best' or a step number, "
-        'found the text "always"',
-    ),
-    "a word of one": (
-        "checkpoint: {partial: all}",
-        "FILE:2: checkpoint.partial: expected 'initialize', found the text \"all\"",
-    ),
-    "duration": (
-        "checkpoint: {save_interval_secs: soon}",
-        "FILE:2: checkpoint.save_interval_secs: expected seconds above zero, or text such as "
-        '"15m", "auto" or "auto 1m to 1h", '
-        'found the text "soon"',
-    ),
-    "item of a list": (
-        "model:\n  hidden:\n  - 64\n  - many",
-        'FILE:5: model.hidden.1: expected a whole number, found the text "many"',
-    ),
-    "empty list": ("model: {hidden: []}", "FILE:2: model.hidden: expected a list of at least 1, found the list []"),
-    "number for a list": ("model: {hidden: 64}", "FILE:2: model.hidden: expected a list, found 64"),
-    "empty section": ("seed: 0\ntrain:\n", "FILE:3: train: expected a section with keys, found nothing"),
-    "name of a folder": ("name: a/b", 'FILE:2: name: expected a valid folder name, found the text "a/b"'),
-    "tag": (
-        "name: !!python/name:os.system x",
-        "FILE:2: name: the tag tag:yaml.org,2002:python/name:os.system is not allowed: write plain YAML",
-    ),
-    "tag that its text does not fit": (
-        "seed: !!int many",
-        "FILE:2: seed: the tag tag:yaml.org,2002:int is not allowed: write plain YAML",
-    ),
-    "section for a number": (
-        "seed: {a: 1, b: 2}",
-        "FILE:2: seed: expected a whole number, found a section (a, b)",
-    ),
-    "empty section for a number": ("seed: {}", "FILE:2: seed: expected a whole number, found an empty section"),
-    "key that is a list": ("[a, b]: 3", "FILE:2: a key must be text, found a list or a section"),
-    "alias that holds itself": (
-        "model: {hidden: &a [1, *a]}",
-        "FILE:2: model.hidden.1: an alias that contains itself has no value",
-    ),
-    "metric that the recipe has not": (
-        "checkpoint: {best_fn: val_acuracy}",
-        "FILE:2: checkpoint.best_fn: expected a metric of this recipe (loss, val_accuracy, val_loss), "
-        'found "val_acuracy"; did you mean "val_accuracy"?',
-    ),
-    "metric without a mode": (
-        "checkpoint: {best_fn: val_loss}",
+    "checkpoint: {best_fn: val_loss}": (
         "FILE:2: checkpoint.best_fn: best_fn='val_loss' needs best_mode: best_mode='min' if the smallest value is "
-        "best, as of a loss, or best_mode='max' if the largest is, as of an accuracy",
+        "best, as of a loss, or best_mode='max' if the largest is, as of an accuracy"
     ),
-    "best without a metric": (
-        "checkpoint: {save_on_best: true}",
-        "FILE:2: checkpoint.save_on_best: save_on_best=True needs best_fn: the name of a metric, or a function of the "
-        "metrics; here the metrics are loss, val_accuracy, val_loss",
+    "checkpoint: {save_on_best: true}": (
+        "FILE:2: checkpoint.save_on_best: save_on_best=True needs best_fn: the name of a metric, or a function of "
+        "the metrics; here the metrics are loss, val_accuracy, val_loss"
     ),
-    "no signal": (
-        "checkpoint: {signals: [SIGKIL]}",
-        "FILE:2: checkpoint.signals: signals: 'SIGKIL' is not a signal that a process can handle; pass names such as "
-        "'SIGTERM', 'SIGINT' or 'SIGUSR1'",
+    "checkpoint: {signals: [SIGKIL]}": (
+        "FILE:2: checkpoint.signals: signals: 'SIGKIL' is not a signal that a process can handle; pass names such "
+        "as 'SIGTERM', 'SIGINT' or 'SIGUSR1'"
     ),
-    "no place": (
-        'checkpoint: {save_interval_steps: 5, init_from: "what://x"}',
+    'checkpoint: {save_interval_steps: 5, init_from: "what://x"}': (
         "FILE:2: checkpoint.init_from: init_from='what://x': 'what://x' has an unknown scheme, 'what': expected a "
-        "path, file:///path, memory://name, s3://bucket/name, gs://bucket/name or az://container/name",
+        "path, file:///path, memory://name, s3://bucket/name, gs://bucket/name or az://container/name"
     ),
-    "allowed change of nothing": (
-        "checkpoint: {allow_changes: [optimizer.learning_rat]}",
+    "checkpoint: {allow_changes: [optimizer.learning_rat]}": (
         "FILE:2: checkpoint.allow_changes.0: expected one of seed, model, data, optimizer, or a key in them, "
-        'found "optimizer.learning_rat"; did you mean "optimizer.learning_rate"?',
+        'found "optimizer.learning_rat"; did you mean "optimizer.learning_rate"?'
     ),
-    "replicated state that the recipe has not": (
-        "checkpoint: {replicated: [global_generators, dta]}",
-        "FILE:2: checkpoint.replicated.1: expected state of this recipe (data, global_generators), "
-        'found "dta"; did you mean "data"?',
+    "checkpoint: {replicated: [global_generators, dta]}": (
+        'FILE:2: checkpoint.replicated.1: expected state of this recipe (data, global_generators), found "dta"; '
+        'did you mean "data"?'
     ),
-    "no text": (
-        'checkpoint: {init_from: ""}',
-        'FILE:2: checkpoint.init_from: expected text that is not empty, found the text ""',
+    'checkpoint: {init_from: ""}': 'FILE:2: checkpoint.init_from: expected text that is not empty, found the text ""',
+    'name: "\\ud800"': (
+        'FILE: expected valid Unicode text, without half a surrogate pair, found the text "{"recipe": '
+        '"flax_digits", "name": "\\ud800"}"'
     ),
-    "half a character": (
-        'name: "\\ud800"',
-        "FILE: expected valid Unicode text, without half a surrogate pair, found the text "
-        '"{"recipe": "flax_digits", "name": "\\ud800"}"',
-    ),
-    "schedule": (
-        "optimizer: {warmup_steps: 10, decay_steps: 10}",
-        "FILE:2: optimizer.decay_steps: expected more steps than warmup_steps (10), found 10",
+    "optimizer: {warmup_steps: 10, decay_steps: 10}": (
+        "FILE:2: optimizer.decay_steps: expected more steps than warmup_steps (10), found 10"
     ),
 }
 
 
-@pytest.mark.parametrize("case", ERRORS)
-def test_errors_name_place_key_and_what_was_expected(tmp_path: Path, case: str) -> None:
-    text, message = ERRORS[case]
-
-    assert problems_of(tmp_path, f"recipe: flax_digits\n{text}\n") == [message]
+@pytest.mark.parametrize("text", ERRORS)
+def test_errors_name_place_key_and_what_was_expected(tmp_path: Path, text: str) -> None:
+    assert problems_of(tmp_path, f"recipe: flax_digits\n{text}\n") == [ERRORS[text]]
 
 
 def test_all_problems_are_listed_in_the_order_of_the_file(tmp_path: Path) -> None:
@@ -178,39 +114,28 @@ def test_all_problems_are_listed_in_the_order_of_the_file(tmp_path: Path) -> Non
 
     found = problems_of(tmp_path, text, "data.batch_size=y", "typo")
 
-    assert [problem.split(": ")[0] for problem in found] == [
-        "FILE:3",
-        "FILE:4",
-        "FILE:6",
-        "FILE:7",
-        "argument typo",
-        "argument data.batch_size=y",
-    ]
+    places = ["FILE:3", "FILE:4", "FILE:6", "FILE:7", "argument typo", "argument data.batch_size=y"]
+    assert [problem.split(": ")[0] for problem in found] == places
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "FILE: expected a section with keys, the first of them recipe, found nothing"),
-        ("- a\n- b\n", "FILE: expected a section with keys, the first of them recipe, found the list ['a', 'b']"),
-        (
-            "seed: 3\n",
-            "FILE: recipe: the key is missing; expected one of flax_digits, flax_text, lightning_digits, self_play",
-        ),
-        (
-            "\nrecipe: flax_digit\n",
-            "FILE:2: recipe: expected one of flax_digits, flax_text, lightning_digits, self_play, or module:function, "
-            'found the text "flax_digit"; did you mean "flax_digits"?',
-        ),
-        ("recipe: flax_digits\nname: [a\n", "FILE:3: this is not YAML: "),
-        ("recipe: flax_digits\n--- \nrecipe: x\n", "FILE:2: this is not YAML: "),
-        ("recipe: a\x00b\n", "FILE: this is not YAML: "),
-        ("recipe: *nowhere\n", "FILE:1: this is not YAML: "),
-    ],
-    ids=["empty", "list", "no recipe", "unknown recipe", "syntax", "two documents", "NUL", "unknown alias"],
-)
-def test_files_that_are_no_configuration(tmp_path: Path, text: str, message: str) -> None:
-    assert problems_of(tmp_path, text)[0].startswith(message)
+NO_CONFIGURATIONS = {  # the text of a file: how the first problem begins
+    "": "FILE: expected a section with keys, the first of them recipe, found nothing",
+    "- a\n- b\n": "FILE: expected a section with keys, the first of them recipe, found the list ['a', 'b']",
+    "seed: 3\n": f"FILE: recipe: the key is missing; expected one of {', '.join(RECIPES)}",
+    "\nrecipe: flax_digit\n": (
+        f"FILE:2: recipe: expected one of {', '.join(RECIPES)}, or module:function, "
+        'found the text "flax_digit"; did you mean "flax_digits"?'
+    ),
+    "recipe: flax_digits\nname: [a\n": "FILE:3: this is not YAML: ",
+    "recipe: flax_digits\n--- \nrecipe: x\n": "FILE:2: this is not YAML: ",
+    "recipe: a\x00b\n": "FILE: this is not YAML: ",
+    "recipe: *nowhere\n": "FILE:1: this is not YAML: ",
+}
+
+
+@pytest.mark.parametrize("text", NO_CONFIGURATIONS)
+def test_files_that_are_no_configuration(tmp_path: Path, text: str) -> None:
+    assert problems_of(tmp_path, text)[0].startswith(NO_CONFIGURATIONS[text])
 
 
 @pytest.mark.parametrize(
@@ -230,7 +155,6 @@ def test_each_recipe_knows_its_replicated_state(tmp_path: Path, recipe: str, nam
 
 def test_the_transformer_needs_heads_that_fit(tmp_path: Path) -> None:
     found = problems_of(tmp_path, "recipe: flax_text\nmodel: {width: 65}\n")
-
     assert found == ["FILE:2: model.width: expected a multiple of heads (4), found 65"]
 
 
@@ -295,118 +219,76 @@ def test_what_is_written_is_read_again(values: dict[str, object]) -> None:
     assert repr(document.root) == repr(values)  # 1, 1.0 and true are equal, but not the same
 
 
-OVERRIDES = {
-    "number": (["train.steps=7"], ("train", "steps"), 7),
-    "float": (["optimizer.learning_rate=1e-2"], ("optimizer", "learning_rate"), 0.01),
-    "whole number for a float": (["optimizer.weight_decay=0"], ("optimizer", "weight_decay"), 0.0),
-    "null": (["checkpoint.best_fn="], ("checkpoint", "best_fn"), None),
-    "list": (["model.hidden=[8, 9]"], ("model", "hidden"), [8, 9]),
-    "index": (["model.hidden.1=5"], ("model", "hidden"), [128, 5]),
-    "two indices": (["model.hidden.0=4", "model.hidden.1=5"], ("model", "hidden"), [4, 5]),
-    "section": (["train={steps: 5}"], ("train", "steps"), 5),
-    "section that the file leaves out": (["logging.level=debug"], ("logging", "level"), "debug"),
-    "value with an equals sign": (["run_dir=/a=b"], ("run_dir",), "/a=b"),
-    "duration": (["checkpoint.save_interval_secs=1h30m"], ("checkpoint", "save_interval_secs"), "1h30m"),
+OVERRIDES: dict[str, tuple[str, Any]] = {  # arguments: a key, and its value
+    "train.steps=7": ("train.steps", 7),
+    "optimizer.learning_rate=1e-2": ("optimizer.learning_rate", 0.01),
+    "optimizer.weight_decay=0": ("optimizer.weight_decay", 0.0),
+    "checkpoint.best_fn=": ("checkpoint.best_fn", None),
+    "model.hidden=[8, 9]": ("model.hidden", [8, 9]),
+    "model.hidden.1=5": ("model.hidden", [128, 5]),
+    "model.hidden.0=4; model.hidden.1=5": ("model.hidden", [4, 5]),
+    "train={steps: 5}": ("train.steps", 5),
+    "logging.level=debug": ("logging.level", "debug"),
+    "run_dir=/a=b": ("run_dir", "/a=b"),
+    "checkpoint.save_interval_secs=1h30m": ("checkpoint.save_interval_secs", "1h30m"),
 }
 
 
-@pytest.mark.parametrize("case", OVERRIDES)
-def test_overrides_go_over_the_file(case: str) -> None:
-    arguments, path, value = OVERRIDES[case]
-    found: Any = load_configuration("flax_digits", arguments).resolved()
-    for key in path:
+@pytest.mark.parametrize("arguments", OVERRIDES)
+def test_overrides_go_over_the_file(arguments: str) -> None:
+    path, value = OVERRIDES[arguments]
+    found: Any = load_configuration("flax_digits", arguments.split("; ")).resolved()
+    for key in path.split("."):
         found = found[key]
-
     assert found == value
 
 
-OVERRIDE_ERRORS = {
-    "no value": (["train.steps"], "argument train.steps: expected key=value, such as train.steps=400"),
-    "no key": (["=3"], "argument =3: expected key=value, such as train.steps=400"),
-    "empty part": (["train..steps=3"], "argument train..steps=3: expected key=value, such as train.steps=400"),
-    "unknown": (["trian.steps=3"], 'argument trian.steps=3: trian: unknown key; did you mean "train"?'),
-    "unknown inside": (["train.stesp=3"], 'argument train.stesp=3: train.stesp: unknown key; did you mean "steps"?'),
-    "type": (["train.steps=1.5"], "argument train.steps=1.5: train.steps: expected a whole number, found 1.5"),
-    "type inside": (
-        ["train={steps: x}"],
-        'argument train={steps: x}: train.steps: expected a whole number, found the text "x"',
-    ),
-    "twice": (["seed=1", "seed=2"], "argument seed=2: seed: the key is given twice; the first is seed=1"),
-    "section and key": (
-        ["train={steps: 1}", "train.steps=2"],
-        "argument train.steps=2: train.steps: the key is given twice; the first is train={steps: 1}",
-    ),
-    "key and section": (
-        ["train.steps=2", "train={steps: 1}"],
-        "argument train={steps: 1}: train: the key is given twice; the first is train.steps=2",
-    ),
-    "index": (
-        ["model.hidden.2=5"],
-        "argument model.hidden.2=5: model.hidden.2: expected the index of an item, 0 to 1, found 2",
-    ),
-    "key of a number": (["seed.x=5"], "argument seed.x=5: seed: expected a section to set a key in, found 0"),
-    "syntax": (["name=[a"], "argument name=[a: name: this is not YAML: "),
-    "doubled inside": (
-        ["train={steps: 1, steps: 2}"],
-        "argument train={steps: 1, steps: 2}: train: the key is given twice; the first is at argument "
-        "train={steps: 1, steps: 2}",
-    ),
+OVERRIDE_ERRORS = {  # arguments: what is said of the last one
+    "train.steps": "expected key=value, such as train.steps=400",
+    "=3": "expected key=value, such as train.steps=400",
+    "train..steps=3": "expected key=value, such as train.steps=400",
+    "trian.steps=3": 'trian: unknown key; did you mean "train"?',
+    "train.stesp=3": 'train.stesp: unknown key; did you mean "steps"?',
+    "train.steps=1.5": "train.steps: expected a whole number, found 1.5",
+    "train={steps: x}": 'train.steps: expected a whole number, found the text "x"',
+    "seed=1; seed=2": "seed: the key is given twice; the first is seed=1",
+    "train={steps: 1}; train.steps=2": "train.steps: the key is given twice; the first is train={steps: 1}",
+    "train.steps=2; train={steps: 1}": "train: the key is given twice; the first is train.steps=2",
+    "model.hidden.2=5": "model.hidden.2: expected the index of an item, 0 to 1, found 2",
+    "seed.x=5": "seed: expected a section to set a key in, found 0",
+    "name=[a": "name: this is not YAML: ",
+    "train={steps: 1, steps: 2}": "train: the key is given twice; the first is at argument train={steps: 1, steps: 2}",
 }
 
 
-@pytest.mark.parametrize("case", OVERRIDE_ERRORS)
-def test_override_errors_name_the_argument(case: str) -> None:
-    arguments, message = OVERRIDE_ERRORS[case]
+@pytest.mark.parametrize("given", OVERRIDE_ERRORS)
+def test_override_errors_name_the_argument(given: str) -> None:
+    arguments = given.split("; ")
     with pytest.raises(ConfigError) as caught:
         load_configuration("flax_digits", arguments)
-
     assert len(caught.value.problems) == 1
-    assert str(caught.value).startswith(message)
+    assert str(caught.value).startswith(f"argument {arguments[-1]}: {OVERRIDE_ERRORS[given]}")
 
 
-@pytest.mark.parametrize("name", ["flax_text", "flax_text.yaml", "configs/flax_text.yaml", "configs/flax_text"])
-def test_bundled_configurations_are_found_from_anywhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_where_a_configuration_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-
-    assert load_configuration(name).recipe.name == "flax_text"
-
-
-def test_a_file_goes_before_a_bundled_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "flax_text.yaml").write_text("recipe: flax_digits\n", encoding="utf-8")
-
+    for name in ("flax_text", "flax_text.yaml", "configs/flax_text.yaml", "configs/flax_text"):
+        assert load_configuration(name).recipe.name == "flax_text"
+    Path("flax_text.yaml").write_text("recipe: flax_digits\n", encoding="utf-8")  # a file goes before a bundled name
     assert read_config("flax_text") == ("flax_text.yaml", "recipe: flax_digits\n")
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        (
-            "flax_txt",
-            'flax_txt: no such file, and holdfast has no configuration with this name; did you mean "flax_text"?',
-        ),
-        (
-            "/nowhere/else.yaml",
-            "/nowhere/else.yaml: no such file, and holdfast has no configuration with this name; "
-            "bundled: flax_digits, flax_text, lightning_digits, self_play",
-        ),
-    ],
-)
-def test_unknown_configurations(name: str, message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_configuration(name)
-
-    assert str(caught.value) == message
-
-
-def test_the_directory_of_a_run_is_no_configuration_but_holds_one(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"this is a directory; give the path of a YAML file$"):
-        read_config(str(tmp_path))
-    (tmp_path / "config.yaml").write_text("recipe: flax_text\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match=rf"this is a directory; did you mean {tmp_path}/config\.yaml\?"):
-        read_config(str(tmp_path))
+    Path("config.yaml").write_text("recipe: flax_text\n", encoding="utf-8")
+    Path("empty").mkdir()
+    Path("binary.yaml").write_bytes(b"\xff\xfe\x00")
+    missing = "no such file, and holdfast has no configuration with this name; "
+    for name, message in (
+        ("flax_txt", rf'^flax_txt: {missing}did you mean "flax_text"\?$'),
+        ("/nowhere/else.yaml", rf"^/nowhere/else\.yaml: {missing}bundled: {', '.join(sorted(RECIPES))}$"),
+        ("empty", r"this is a directory; give the path of a YAML file$"),
+        (".", r"this is a directory; did you mean config\.yaml\?"),
+        ("binary.yaml", "the file cannot be read"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load_configuration(name)
 
 
 def test_paths_may_begin_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -417,13 +299,6 @@ def test_paths_may_begin_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert resolved["run_dir"] == "/home/me/a/~b"
     assert resolved["checkpoint"]["directory"] == resolved["checkpoint"]["init_from"] == "/home/me/a/~b"
-
-
-def test_a_file_that_is_not_text(tmp_path: Path) -> None:
-    (tmp_path / "my.yaml").write_bytes(b"\xff\xfe\x00")
-
-    with pytest.raises(ConfigError, match="the file cannot be read"):
-        load_configuration(str(tmp_path / "my.yaml"))
 
 
 @pytest.mark.parametrize("name", sorted(RECIPES))
@@ -478,10 +353,7 @@ TOO_DEEP = "lists and sections are nested more than 100 levels deep"
 def test_bombs_are_one_error(tmp_path: Path, text: str, message: str, included: bool) -> None:
     (tmp_path / "config.yaml").write_text(text)
     (tmp_path / "outer.yaml").write_text("defaults: config\nrecipe: flax_digits\n")
-    with pytest.raises(ConfigError) as caught:
-        load_configuration(str(tmp_path / ("outer" if included else "config")))
-    (problem,) = caught.value.problems
-    assert message in str(problem)
+    assert message in problem_of_defaults(tmp_path / ("outer" if included else "config"))
 
 
 def test_a_variable_of_the_environment_may_be_anything(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -489,21 +361,26 @@ def test_a_variable_of_the_environment_may_be_anything(monkeypatch: pytest.Monke
     assert read_yaml("a: ${env:DEEP}", "here").root == {"a": "[" * 500}
 
 
+def problem_of_defaults(path: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_configuration(str(path))
+    (problem,) = caught.value.problems
+    return str(problem)
+
+
 @pytest.mark.parametrize(
-    ("text", "what"), [("- a\n- b\n", r"the list \['a', 'b'\]"), ("words", 'the text "words"'), ("", "nothing")]
+    ("text", "what"), [("- a\n- b\n", "the list ['a', 'b']"), ("words", 'the text "words"'), ("", "nothing")]
 )
 def test_defaults_of_a_file_that_is_no_section(tmp_path: Path, text: str, what: str) -> None:
     (tmp_path / "base.yaml").write_text(text)
     (tmp_path / "config.yaml").write_text("recipe: flax_digits\ndefaults: base\n")
-    with pytest.raises(ConfigError, match=f"config.yaml:2: defaults: base: expected a file .*, found {what}") as caught:
-        load_configuration(str(tmp_path / "config"))
-    assert len(caught.value.problems) == 1
+    said = problem_of_defaults(tmp_path / "config")
+    assert "config.yaml:2: defaults: base: expected a file " in said
+    assert said.endswith(f", found {what}")
 
 
 def test_defaults_that_double_with_each_file(tmp_path: Path) -> None:
     for number in range(40):
         (tmp_path / f"{number}.yaml").write_text(f"defaults: [{number + 1}.yaml, {number + 1}.yaml]\n")
     (tmp_path / "40.yaml").write_text("recipe: flax_digits\n")
-    with pytest.raises(ConfigError, match="defaults lead to more than 200 files") as caught:
-        load_configuration(str(tmp_path / "0.yaml"))
-    assert len(caught.value.problems) == 1
+    assert "defaults lead to more than 200 files" in problem_of_defaults(tmp_path / "0.yaml")

@@ -8,6 +8,7 @@ import signal
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -91,31 +92,27 @@ def trained(two_steps: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("trained")
-def test_a_finished_run_has_nothing_to_do(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_lies_with_a_finished_run_and_that_it_has_nothing_to_do(caplog: pytest.LogCaptureFixture) -> None:
     caplog.clear()
-
     assert train("flax_digits", "train.steps=2") == Outcome(start=2, step=2, preempted=False)
     assert caplog.messages == [
         "flax_digits: 2 steps of flax_digits in runs/flax_digits",
         "nothing to do: step 2 is saved in runs/flax_digits/checkpoints; raise train.steps to continue",
     ]
+    written = load_configuration("runs/flax_digits/config.yaml")
+    with hf.CheckpointManager("runs/flax_digits/checkpoints") as manager:
+        metadata, metrics = manager.metadata(), manager.metrics(2)
+    assert metadata == {"recipe": "flax_digits", "config": written.resolved()}
+    assert metrics is not None
+    assert sorted(metrics) == ["loss", "val_accuracy", "val_loss"]
+    assert steps_in("runs/flax_digits") == [2]
 
 
 @pytest.mark.usefixtures("trained")
-def test_raising_the_steps_trains_on(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.clear()
-
-    assert train("flax_digits", "train.steps=3") == Outcome(start=2, step=3, preempted=False)
-    assert "changed since the last time: train.steps: 2 (checkpoints), 3 (now)" in caplog.messages
-    assert any(message.startswith("resumed from step 2 in ") for message in caplog.messages)
-    assert any(message.startswith("saved step 3 (at the end): ") for message in caplog.messages)
-
-
-@pytest.mark.usefixtures("trained")
-def test_another_model_does_not_resume() -> None:
+def test_changes_of_a_run_that_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    """Its steps may be raised; what else is allowed to change is named and remembered."""
     with pytest.raises(hf.errors.OptionError) as caught:
         train("flax_digits", "seed=7", "model.hidden=[9]", "train.steps=3")
-
     assert str(caught.value).splitlines() == [
         "runs/flax_digits/checkpoints belongs to a run whose configuration differs from configs/flax_digits.yaml:",
         "  seed: 0 (checkpoints), 7 (now)",
@@ -125,29 +122,17 @@ def test_another_model_does_not_resume() -> None:
     ]
     assert "steps: 2\n" in Path("runs/flax_digits/config.yaml").read_text(encoding="utf-8")
 
+    assert train("flax_digits", "train.steps=3") == Outcome(start=2, step=3, preempted=False)
+    assert "changed since the last time: train.steps: 2 (checkpoints), 3 (now)" in caplog.messages
+    assert any(message.startswith("resumed from step 2 in ") for message in caplog.messages)
+    assert any(message.startswith("saved step 3 (at the end): ") for message in caplog.messages)
 
-@pytest.mark.usefixtures("trained")
-def test_changes_that_are_allowed_are_named_and_remembered(caplog: pytest.LogCaptureFixture) -> None:
     change = "optimizer.learning_rate=0.5"
-
-    assert train("flax_digits", change, "train.steps=3", "checkpoint.allow_changes=[optimizer]").step == 3
+    assert train("flax_digits", change, "train.steps=4", "checkpoint.allow_changes=[optimizer]").step == 4
     assert "changed since the last time: optimizer.learning_rate: 0.003 (checkpoints), 0.5 (now)" in caplog.messages
-    assert train("flax_digits", change, "train.steps=4") == Outcome(start=3, step=4, preempted=False)
+    assert train("flax_digits", change, "train.steps=5") == Outcome(start=4, step=5, preempted=False)
     with pytest.raises(hf.errors.OptionError, match=r"learning_rate: 0.5 \(checkpoints\), 0.003 \(now\)"):
-        train("flax_digits", "train.steps=5")
-
-
-@pytest.mark.usefixtures("trained")
-def test_the_configuration_lies_with_the_checkpoints() -> None:
-    written = load_configuration("runs/flax_digits/config.yaml")
-    with hf.CheckpointManager("runs/flax_digits/checkpoints") as manager:
-        metadata = manager.metadata()
-        metrics = manager.metrics(2)
-
-    assert metadata == {"recipe": "flax_digits", "config": written.resolved()}
-    assert metrics is not None
-    assert sorted(metrics) == ["loss", "val_accuracy", "val_loss"]
-    assert steps_in("runs/flax_digits") == [2]
+        train("flax_digits", "train.steps=6")
 
 
 @pytest.mark.usefixtures("trained")
@@ -180,19 +165,18 @@ def test_a_preemption_before_the_first_step(monkeypatch: pytest.MonkeyPatch, cap
     assert caplog.messages[-1] == "preempted before the first step: nothing to save; run the same command again"
 
 
-def test_a_package_that_is_too_old_names_the_command_that_updates_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_that_are_missing_or_too_old_name_the_command_that_installs_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delattr("flax.nnx.List", raising=False)
     monkeypatch.delitem(sys.modules, "holdfast.recipes.flax_text", raising=False)
-
-    with pytest.raises(MissingExtraError, match=r"flax_text needs flax 0\.12 or newer: pip install 'flax>=0\.12'"):
-        RECIPES["flax_text"].program()
-
-
-def test_a_missing_package_names_the_command_that_installs_it() -> None:
     recipe = Recipe("x", RECIPES["flax_text"].schema, "flax", ("numpy", "no_such_package"))
-
-    with pytest.raises(MissingExtraError, match=r"needs no_such_package: pip install .*\[recipes,flax\]'"):
-        recipe.program()
+    for wanted, said in (
+        (RECIPES["flax_text"], r"flax_text needs flax 0\.12 or newer: pip install 'flax>=0\.12'"),
+        (recipe, r"needs no_such_package: pip install .*\[recipes,flax\]'"),
+    ):
+        with pytest.raises(MissingExtraError, match=said):
+            wanted.program()
 
 
 # ---- what makes a run what it is
@@ -223,40 +207,24 @@ def test_what_makes_a_run_what_it_is(arguments: str, expected: dict[str, str], b
     assert any(blocks_resume(key, now.config.IDENTITY, []) for key in found) == blocks
 
 
-def test_keys_that_only_one_side_has() -> None:
+def test_which_changes_are_allowed() -> None:
+    """By key, or by section."""
     assert differences({"model": {"old": 1}}, {"model": {"new": None}}) == {
         "model.new": "nothing (checkpoints), null (now)",
         "model.old": "1 (checkpoints), nothing (now)",
     }
-
-
-@pytest.mark.parametrize(
-    ("allowed", "blocks"),
-    [
+    for allowed, blocks in (
         ([], True),
         (["optimizer.learning_rate"], False),
         (["optimizer"], False),
         (["optimizer.weight_decay", "model"], True),
         (["optimizer.learning"], True),
-    ],
-)
-def test_changes_are_allowed_by_key_or_section(allowed: list[str], blocks: bool) -> None:
-    assert blocks_resume("optimizer.learning_rate", ["optimizer"], allowed) is blocks
-    assert not blocks_resume("train.steps", ["optimizer"], allowed)
+    ):
+        assert blocks_resume("optimizer.learning_rate", ["optimizer"], allowed) is blocks
+        assert not blocks_resume("train.steps", ["optimizer"], allowed)
 
 
 # ---- what is reported
-
-
-class Scalar:
-    """A number on a device, which counts how often it is fetched."""
-
-    def __init__(self) -> None:
-        self.fetched = 0
-
-    def __float__(self) -> float:
-        self.fetched += 1
-        return 0.25
 
 
 @pytest.mark.parametrize(
@@ -280,12 +248,13 @@ def test_lines_at_the_interval_and_at_the_end(
 
 
 def test_metrics_are_fetched_only_when_they_are_shown(caplog: pytest.LogCaptureFixture) -> None:
-    loss = Scalar()
+    loss = MagicMock()  # a number on a device
+    loss.__float__.return_value = 0.25
     progress = Progress(0, 10, 5)
     for step in range(1, 11):
         progress.update(step, {"loss": loss})
 
-    assert loss.fetched == 2
+    assert loss.__float__.call_count == 2
     assert "step 5 of 10: loss 0.2500 (" in caplog.text
     assert caplog.text.count("steps/s)") == 2
 
