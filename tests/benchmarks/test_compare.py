@@ -19,19 +19,27 @@ ROOT = Path(__file__).resolve().parents[2]
 TINY = ["--workload", "tiny", "--rounds", "1"]
 
 
-def _compare(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "benchmarks.compare", *TINY, *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+def only(contenders: list[str]) -> list[str]:
+    return [argument for name in contenders for argument in ("--only", name)]
+
+
+def compare(contenders: list[str], directory: Path, *arguments: str) -> str:
+    """Runs the command in processes of its own; returns what it prints, with a row for each contender."""
+    command = [sys.executable, "-m", "benchmarks.compare", *TINY, *only(contenders), "--directory", str(directory)]
+    finished = subprocess.run([*command, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert finished.returncode == 0, finished.stderr
+    check_rows(contenders, finished.stdout)
+    return finished.stdout
+
+
+def check_rows(contenders: list[str], printed: str) -> None:
+    for contender in contenders:
+        assert any(line.startswith(f"{contender}  ") for line in printed.splitlines()), printed
 
 
 @pytest.mark.sweep  # each of its processes imports torch
 def test_tiny_run(tmp_path: Path) -> None:
-    contenders = ["raw disk", "holdfast (torch)", "safetensors"]
-    chosen = [argument for name in contenders for argument in ("--only", name)]
-    finished = _compare(*chosen, "--directory", str(tmp_path), "--json", str(tmp_path / "all.json"))
-    assert finished.returncode == 0, finished.stderr
-    for contender in contenders:
-        assert any(line.startswith(contender) for line in finished.stdout.splitlines()), finished.stdout
+    compare(["raw disk", "holdfast (torch)", "safetensors"], tmp_path, "--json", str(tmp_path / "all.json"))
     check_values(tmp_path)
 
 
@@ -49,24 +57,15 @@ def test_tiny_run_in_one_process(
     monkeypatch.setattr(runner, "run_worker", run_worker)
     monkeypatch.setattr(worker, "wait_for_start", lambda: None)
     contenders = ["raw disk", "holdfast (torch)"]
-    chosen = [argument for name in contenders for argument in ("--only", name)]
-    assert main([*TINY, *chosen, "--directory", str(tmp_path), "--json", str(tmp_path / "all.json")]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    for contender in contenders:
-        assert any(line.startswith(contender) for line in lines), lines
+    assert main([*TINY, *only(contenders), "--directory", str(tmp_path), "--json", str(tmp_path / "all.json")]) == 0
+    check_rows(contenders, capsys.readouterr().out)
     check_values(tmp_path)
 
 
 def check_values(tmp_path: Path) -> None:
     values = json.loads((tmp_path / "all.json").read_text())["workloads"]["tiny"]["values"]
-    assert values["holdfast (torch)"].keys() >= {
-        "save_seconds",
-        "blocked_seconds",
-        "memcpy_seconds",
-        "load_numpy_seconds",
-        "load_native_seconds",
-        "disk_bytes",
-    }
+    names = ["save_seconds", "blocked_seconds", "memcpy_seconds", "load_numpy_seconds", "load_native_seconds"]
+    assert values["holdfast (torch)"].keys() >= {*names, "disk_bytes"}
     assert [path.name for path in tmp_path.iterdir()] == ["all.json"]
 
 
@@ -79,12 +78,7 @@ def check_values(tmp_path: Path) -> None:
     ],
 )
 def test_tiny_run_of_two_processes(contenders: list[str], tmp_path: Path) -> None:
-    chosen = [argument for name in contenders for argument in ("--only", name)]
-    finished = _compare("--processes", "2", *chosen, "--directory", str(tmp_path))
-    assert finished.returncode == 0, finished.stderr
-    assert "sharded over 2 processes" in finished.stdout
-    for name in contenders:
-        assert any(line.startswith(f"{name}  ") for line in finished.stdout.splitlines()), finished.stdout
+    assert "sharded over 2 processes" in compare(contenders, tmp_path, "--processes", "2")
 
 
 def test_check_fails_when_nothing_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,7 +118,6 @@ def test_goals_of_two_processes_are_ratios_to_the_disk(ours: float, met: bool) -
 
 
 def test_limits_bound_the_right_side() -> None:
-    assert Goal(name="", value=1.3, limit=1.3).met
-    assert not Goal(name="", value=1.31, limit=1.3).met
-    assert Goal(name="", value=40.0, limit=40, at_least=True).met
-    assert not Goal(name="", value=39.9, limit=40, at_least=True).met
+    values = {(1.3, False): True, (1.31, False): False, (1.3, True): True, (1.29, True): False}
+    for (value, at_least), met in values.items():
+        assert Goal(name="", value=value, limit=1.3, at_least=at_least).met is met

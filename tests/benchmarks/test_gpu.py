@@ -12,29 +12,27 @@ import pytest
 from benchmarks import gpu
 
 
-def test_what_is_brought_along() -> None:
+def test_what_is_brought_along_and_which_tests_run() -> None:
     """All that holdfast needs, but nothing that would replace what torch and jax were built with."""
     names = {gpu._name(each) for each in gpu.requirements()}
     assert {"tensorstore", "xxhash", "google-crc32c", "pytest", "hypothesis"} <= names
     assert not names & {"numpy", "ml_dtypes", "torch", "jax"}
-
-
-def test_which_tests_run() -> None:
-    assert {"tests/checkpoint/test_accelerators.py", "tests/checkpoint/test_pinned_arrays.py"} <= set(gpu.tests("cuda"))
-    assert "gpu" in gpu.tests("cuda")
+    files = {"tests/checkpoint/test_accelerators.py", "tests/checkpoint/test_pinned_arrays.py"}
+    assert {*files, "gpu"} <= set(gpu.tests("cuda"))
     assert "not gpu and not sweep" in gpu.tests("cpu")
 
 
 def wheel(folder: Path, name: str) -> None:
     """Writes a package with one empty module."""
+    info = f"{name}-1.0.dist-info"
     with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as file:
-        info = f"{name}-1.0.dist-info"
-        file.writestr(f"{name}.py", "")
-        file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-        file.writestr(
-            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
-        file.writestr(f"{info}/RECORD", "")
+        for path, text in {
+            f"{name}.py": "",
+            f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
+            f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+            f"{info}/RECORD": "",
+        }.items():
+            file.writestr(path, text)
 
 
 def test_only_what_is_missing_is_unpacked(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 from benchmarks import kills_cases, kills_connected
 from benchmarks import kills_life as life
+from tests.cli.commands import flip_bits
 from tests.starts import run
 
 import holdfast as hf
@@ -30,19 +31,14 @@ def test_killed_at_random_instants(tmp_path: Path, kills: int) -> None:
     finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     said = f"{finished.stdout}\n{finished.stderr}"
     assert finished.returncode == 0, said
-    commits, checks, saves, shared = (
-        int(re.search(pattern, finished.stdout)[1])  # type: ignore[index]  # no match fails the test as well
-        for pattern in (
-            r"(\d+) commits reported",
-            r"(\d+) times checked",
-            r"(\d+) interrupted saves",
-            r"(\d+) with shared files",
-        )
-    )
-    assert commits > kills / 4, said
-    assert checks > kills / 4, said
-    assert saves > 0, said
-    assert shared > 0, said
+    for pattern, least in (
+        (r"(\d+) commits reported", kills / 4),
+        (r"(\d+) times checked", kills / 4),
+        (r"(\d+) interrupted saves", 0),
+        (r"(\d+) with shared files", 0),
+    ):
+        (found,) = re.findall(pattern, finished.stdout)
+        assert int(found) > least, said
 
 
 def kills_of_two_processes(directory: Path, *arguments: str) -> str:
@@ -84,29 +80,8 @@ def test_connected_processes_lose_hosts(tmp_path: Path) -> None:
     assert int(found[1]) > int(found[2]) > 0, said
 
 
-def _uncommit(directory: Path) -> None:
-    (directory / "4" / "checkpoint.json").unlink()
-
-
-def _flip_a_bit(directory: Path) -> None:
-    file = max((directory / "5" / "state").rglob("*"), key=lambda path: path.stat().st_size)
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.chmod(0o644)
-    file.write_bytes(data)
-
-
-def _save_something_else(directory: Path) -> None:
+def save_something_else(directory: Path) -> None:
     hf.save(directory / "5", {"edition": 0}, overwrite=True)
-
-
-def _leave_a_file(directory: Path) -> None:
-    (directory / "5" / "state" / "left").write_bytes(b"")
-
-
-def _leave_a_folder(directory: Path) -> None:
-    (directory / "6").mkdir()
-    (directory / "6" / "state").mkdir()
 
 
 @pytest.mark.parametrize(
@@ -114,11 +89,15 @@ def _leave_a_folder(directory: Path) -> None:
     [
         pytest.param(lambda _: None, {3: 0, 4: 0, 5: 0}, None, id="nothing"),
         pytest.param(lambda _: None, {5: 1}, "step 5 went back to edition 0", id="old edition"),
-        pytest.param(_uncommit, {4: 0}, "step 4 was reported committed", id="lost step"),
-        pytest.param(_flip_a_bit, {}, "step 5 is listed, but cannot be read", id="flipped bit"),
-        pytest.param(_save_something_else, {}, "step 5 ", id="other content"),
-        pytest.param(_leave_a_file, {}, "left behind in step 5", id="stray file"),
-        pytest.param(_leave_a_folder, {}, "left behind in the directory", id="stray folder"),
+        pytest.param(
+            lambda run: (run / "4/checkpoint.json").unlink(), {4: 0}, "step 4 was reported com", id="lost step"
+        ),
+        pytest.param(lambda run: flip_bits(run / "5"), {}, "step 5 is listed, but cannot be read", id="flipped bit"),
+        pytest.param(save_something_else, {}, "step 5 ", id="other content"),
+        pytest.param(lambda run: (run / "5/state/left").touch(), {}, "left behind in step 5", id="stray file"),
+        pytest.param(
+            lambda run: (run / "6/state").mkdir(parents=True), {}, "left behind in the dir", id="stray folder"
+        ),
     ],
 )
 def test_check_notices(

@@ -93,21 +93,20 @@ def test_steps_are_measured_from_half_an_interval_after_the_first_save(tmp_path:
     assert measured["total_seconds"] >= 2 * measured["mean_seconds"]
 
 
-def _measured(worst: list[float], mean: list[float], total: list[float]) -> dict[str, list[float]]:
-    return {"worst_seconds": worst, "mean_seconds": mean, "total_seconds": total, "cpu_seconds": total}
+def results_of(ours: float) -> Results:
+    def measured(worst: list[float], mean: list[float], total: list[float]) -> dict[str, list[float]]:
+        return {"worst_seconds": worst, "mean_seconds": mean, "total_seconds": total, "cpu_seconds": total}
 
-
-def _results(ours: float) -> Results:
     values = {
-        "no saving": _measured([3.0, 6.0], [2.0, 4.0], [20.0, 40.0]),
-        "holdfast": _measured([2.0 * ours, 4.0 * ours], [2.0 * ours, 4.0 * ours], [20.0, 40.0]),
-        "orbax": _measured([4.0, 8.0], [4.0, 8.0], [40.0, 80.0]),
+        "no saving": measured([3.0, 6.0], [2.0, 4.0], [20.0, 40.0]),
+        "holdfast": measured([2.0 * ours, 4.0 * ours], [2.0 * ours, 4.0 * ours], [20.0, 40.0]),
+        "orbax": measured([4.0, 8.0], [4.0, 8.0], [40.0, 80.0]),
     }
     return Results(rounds=2, workloads={"jax": Measurements(title="a loop with jax", nbytes=0, values=values)})
 
 
 def test_numbers_are_relative_to_the_same_round() -> None:
-    measurements = _results(1.5).workloads["jax"]
+    measurements = results_of(1.5).workloads["jax"]
     assert relative(measurements, "no saving", "worst_seconds", "mean_seconds") == 1.5
     assert relative(measurements, "orbax", "total_seconds", "total_seconds") == 2.0
     assert relative(measurements, "torch dcp", "total_seconds", "total_seconds") is None
@@ -115,11 +114,10 @@ def test_numbers_are_relative_to_the_same_round() -> None:
 
 @pytest.mark.parametrize(("ours", "met"), [(1.5, [True, True, True]), (2.5, [False, False, True])])
 def test_goals(ours: float, met: list[bool]) -> None:
-    results = _results(ours)
+    results = results_of(ours)
     found = goals(results)
-    assert [goal.name for goal in found] == [
-        f"jax, {column}, holdfast / orbax" for column in ("worst step", "mean step", "total")
-    ]
+    columns = ("worst step", "mean step", "total")
+    assert [goal.name for goal in found] == [f"jax, {column}, holdfast / orbax" for column in columns]
     assert [goal.met for goal in found] == met
     text = report(results, found, as_markdown=False)
     assert "A loop with jax, a step of 3000 ms" in text

@@ -57,17 +57,14 @@ def test_judging() -> None:
     assert judge("a/b/c/d", fails, "not so") == Case("a/b/c/d", "refused", "ValueError: not so")
 
 
-@pytest.mark.parametrize(
-    ("found", "expected", "difference"),
-    [
+def test_differences() -> None:
+    for found, expected, difference in (
         ({"a": [1, b"x"]}, {"a": [1, b"x"]}, None),
         ({"a": [1, b"x"]}, {"a": [1, b"y"]}, "/a/1: expected b'y', found b'x'"),
         ({"a": 1}, {"b": 1}, "all: expected {'b': 1}, found {'a': 1}"),
         ([1], [1, 2], "all: expected [1, 2], found [1]"),
-    ],
-)
-def test_differences(found: object, expected: object, difference: str | None) -> None:
-    assert first_difference(found, expected) == difference
+    ):
+        assert first_difference(found, expected) == difference
 
 
 def test_the_table() -> None:

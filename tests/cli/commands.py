@@ -35,12 +35,16 @@ def error_of(capsys: pytest.CaptureFixture[str], *arguments: object, status: int
     return err
 
 
-def flip_a_bit(checkpoint: Path) -> None:
-    """Damages the data of a checkpoint, leaving the sizes of all files as they are, and files that share it whole."""
+def flip_bits(checkpoint: Path) -> None:
+    """Damages the data of a checkpoint, leaving the sizes of all files as they are, and files that share it whole.
+
+    One bit is at the beginning and one in the middle, of which one may be between the arrays.
+    """
     files = [path for path in checkpoint.glob("**/d/*") if path.name != "index"]
     file = max(files, key=lambda path: path.stat().st_size)
     content = bytearray(file.read_bytes())
-    content[5] ^= 1
+    for byte in (5, len(content) // 2):
+        content[byte] ^= 1
     file.unlink()
     file.write_bytes(content)
 

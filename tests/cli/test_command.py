@@ -12,7 +12,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from tests.cli.commands import Cli, cut_short, error_of, flip_a_bit, output_of, said_by
+from tests.cli.commands import Cli, cut_short, error_of, flip_bits, output_of, said_by
 
 import holdfast as hf
 from holdfast.cli.app import COMMANDS, command
@@ -228,7 +228,7 @@ def test_a_checkpoint_without_a_manager(cli: Cli, tmp_path: Path) -> None:
 def test_verify_names_damaged_files_and_leaves(cli: Cli, run: Path) -> None:
     lines = cli.output("verify", run).splitlines()
     assert [line.partition(":")[0] for line in lines] == ["step 10", "step 20", "step 30", "3 whole"]
-    flip_a_bit(run / "checkpoints" / "20")
+    flip_bits(run / "checkpoints" / "20")
     text = cli.output("verify", run, status=1)
     assert "step 10: whole" in text
     assert "step 20: DAMAGED" in text

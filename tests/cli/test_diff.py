@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
-from tests.cli.commands import Cli, flip_a_bit
+from tests.cli.commands import Cli, flip_bits
 
 import holdfast as hf
 from holdfast.engine.sources import comparison, leaf_statistics, open_checkpoint
@@ -56,7 +56,7 @@ def test_differences(cli: Cli, run: Path, tmp_path: Path) -> None:
 def test_what_cannot_be_compared_is_no_difference(cli: Cli, run: Path) -> None:
     assert "no such directory" in cli.error("diff", run, run / "nowhere", status=2)
     assert "'x' is not a valid integer" in cli.error("diff", run, "x", run, "2", status=2)
-    flip_a_bit(run / "2")
+    flip_bits(run / "2")
     assert "damaged" in cli.error("diff", run / "1", run / "2", status=2)
 
 
