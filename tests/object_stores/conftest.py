@@ -78,6 +78,13 @@ def outcome(action: Callable[[], Any]) -> Any:
         return error
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets a request that gets no answer be given up soon."""
+    monkeypatch.setattr(object_store, "REQUEST_TIMEOUT", 0.3)
+    monkeypatch.setattr(object_store, "SLOWEST", 1 << 40)
+
+
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[S3Server]:
     with S3Server() as server:

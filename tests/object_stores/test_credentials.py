@@ -28,25 +28,15 @@ KEYS = f"aws_access_key_id = {KEY_ID}\naws_secret_access_key = {SECRET}\n"
 class Amazon(StoreServer):
     """The token service, the metadata service of a machine, and that of a container: keys for one hour."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.secret = SECRET
-        self.seconds = 3600.0
-
     def kind(self, request: Request) -> str:
         return request.method
 
     def answer(self, request: Request) -> Answer:
-        end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=self.seconds)
-        found = {
-            "AccessKeyId": KEY_ID,
-            "SecretAccessKey": self.secret,
-            "Expiration": end.strftime("%Y-%m-%dT%H:%M:%SZ"),
-        }
+        end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(hours=1)
+        found = {"AccessKeyId": KEY_ID, "SecretAccessKey": SECRET, "SessionToken": "canary-sts"}
+        found["Expiration"] = end.strftime("%Y-%m-%dT%H:%M:%SZ")
         if request.method == "POST":
-            inner = "".join(
-                f"<{name}>{value}</{name}>" for name, value in {**found, "SessionToken": "canary-sts"}.items()
-            )
+            inner = "".join(f"<{name}>{value}</{name}>" for name, value in found.items())
             action = parse_qs(request.body.decode())["Action"][0]
             text = f"<{action}Result><Credentials>{inner}</Credentials></{action}Result>"
             return Answer(200, f"<{action}Response>{text}</{action}Response>".encode())
@@ -188,26 +178,19 @@ def test_the_region_of_a_bucket_is_asked_for(amazon: Amazon, monkeypatch: pytest
     assert store.config["region"] == "eu-far-1"
 
 
-WRONG = {
+SSO = "sso_start_url = https://example.org\nsso_region = x\nsso_account_id = 1\nsso_role_name = r\n"
+WRONG = {  # the file of the configuration, and what is said
     "a role of a device": (f"[default]\n{ROLE}source_profile = default\nmfa_serial = 7\n{KEYS}", "code from a device"),
     "a character": ("[default]\naws_access_key_id = k\xe9y\naws_secret_access_key = canary\n", "a header cannot have"),
     "a service that refuses": (f"[default]\n{ROLE}source_profile = default\n{KEYS}", "AccessDenied"),
-    "a login that has ended": (
-        "[default]\nsso_start_url = https://example.org\nsso_region = x\nsso_account_id = 1\nsso_role_name = r\n",
-        "SSO",
-    ),
+    "a login that has ended": (f"[default]\n{SSO}", "SSO"),
     "a profile that is not there": ("[profile other]\n", "no credentials.*lab"),
 }
 
 
 @pytest.mark.parametrize("which", WRONG)
 def test_what_cannot_be_used_is_told_without_secrets(
-    s3: Store,
-    amazon: Amazon,
-    tmp_path: Path,
-    which: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    s3: Store, amazon: Amazon, tmp_path: Path, which: str, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     config, message = WRONG[which]
     (tmp_path / ".aws" / "config").write_text(config, encoding="utf-8")
@@ -261,57 +244,26 @@ def test_the_workload_identity_of_a_cluster_at_google(
     assert "canary" not in str(caught.value)
 
 
-SETTINGS: dict[str, tuple[str, dict[str, str | None], str]] = {
-    "S3, another key": (
-        "s3",
-        {"AWS_ACCESS_KEY_ID": "another"},
-        "InvalidAccessKeyId.*credentials of AWS_ACCESS_KEY_ID",
-    ),
-    "S3, another secret": (
-        "s3",
-        {"AWS_SECRET_ACCESS_KEY": "canary"},
-        "SignatureDoesNotMatch.*credentials of AWS_ACCESS_KEY_ID",
-    ),
-    "S3, no secret": (
-        "s3",
-        {"AWS_SECRET_ACCESS_KEY": None},
-        "AWS_SECRET_ACCESS_KEY is missing.*credentials of AWS_ACCESS_KEY_ID",
-    ),
-    "S3, another region": ("s3", {"AWS_REGION": "elsewhere-1"}, "AuthorizationHeaderMalformed.*region elsewhere-1"),
-    "S3, no region": ("s3", {"AWS_REGION": None}, "AuthorizationHeaderMalformed.*region us-east-1"),
-    **{
-        f"S3, {name} with a line break": ("s3", {name: "canary\n"}, f"value of {name} .*line break")
-        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
-    },
-    "Azure, no key": (
-        "az",
-        {"AZURE_STORAGE_ACCOUNT_KEY": "not base64, canary"},
-        "Invalid Access Key.*credentials",
-    ),
-    "Azure, another key": (
-        "az",
-        {"AZURE_STORAGE_ACCOUNT_KEY": "Y2FuYXJ5LWNhbmFyeS1jYW5hcnk="},
-        "AuthenticationFailed",
-    ),
-    "Azure, no signature": (
-        "az",
-        {"AZURE_STORAGE_ACCOUNT_KEY": None, "AZURE_STORAGE_SAS_TOKEN": "canary"},
-        "SAS query.*credentials",
-    ),
-    "Azure, a token with a line break": (
-        "az",
-        {"AZURE_STORAGE_ACCOUNT_KEY": None, "AZURE_STORAGE_TOKEN": "canary\n"},
-        "AZURE_STORAGE_TOKEN.*line break",
-    ),
-    "Azure, no account": (
-        "az",
-        {"AZURE_STORAGE_ACCOUNT_NAME": None},
-        "Account must be specified.*AZURE_STORAGE_ACCOUNT_NAME",
-    ),
-}
+OF_THE_KEY = "credentials of AWS_ACCESS_KEY_ID"
+NO_KEY = {"AZURE_STORAGE_ACCOUNT_KEY": None}
+SETTINGS: list[tuple[str, dict[str, str | None], str]] = [
+    ("s3", {"AWS_ACCESS_KEY_ID": "another"}, f"InvalidAccessKeyId.*{OF_THE_KEY}"),
+    ("s3", {"AWS_SECRET_ACCESS_KEY": "canary"}, f"SignatureDoesNotMatch.*{OF_THE_KEY}"),
+    ("s3", {"AWS_SECRET_ACCESS_KEY": None}, f"AWS_SECRET_ACCESS_KEY is missing.*{OF_THE_KEY}"),
+    ("s3", {"AWS_REGION": "elsewhere-1"}, "AuthorizationHeaderMalformed.*region elsewhere-1"),
+    ("s3", {"AWS_REGION": None}, "AuthorizationHeaderMalformed.*region us-east-1"),
+    ("s3", {"AWS_ACCESS_KEY_ID": "canary\n"}, "value of AWS_ACCESS_KEY_ID .*line break"),
+    ("s3", {"AWS_SECRET_ACCESS_KEY": "canary\n"}, "value of AWS_SECRET_ACCESS_KEY .*line break"),
+    ("s3", {"AWS_SESSION_TOKEN": "canary\n"}, "value of AWS_SESSION_TOKEN .*line break"),
+    ("az", {"AZURE_STORAGE_ACCOUNT_KEY": "not base64, canary"}, "Invalid Access Key.*credentials"),
+    ("az", {"AZURE_STORAGE_ACCOUNT_KEY": "Y2FuYXJ5LWNhbmFyeS1jYW5hcnk="}, "AuthenticationFailed"),
+    ("az", {**NO_KEY, "AZURE_STORAGE_SAS_TOKEN": "canary"}, "SAS query.*credentials"),
+    ("az", {**NO_KEY, "AZURE_STORAGE_TOKEN": "canary\n"}, "AZURE_STORAGE_TOKEN.*line break"),
+    ("az", {"AZURE_STORAGE_ACCOUNT_NAME": None}, "Account must be specified.*AZURE_STORAGE_ACCOUNT_NAME"),
+]
 
 
-@pytest.mark.parametrize(("store", "change", "message"), SETTINGS.values(), ids=SETTINGS, indirect=["store"])
+@pytest.mark.parametrize(("store", "change", "message"), SETTINGS, indirect=["store"])
 def test_settings_that_are_wrong_are_told_without_secrets(
     store: Store, change: dict[str, str | None], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -57,12 +57,12 @@ def url(store: Store, kind: Kind) -> str:
     return f"{store.url}/ckpt"
 
 
+# Faults that pass.
 PASSING: dict[str, dict[str, Any]] = {
     "busy": {"answer": (503, "SlowDown"), "times": 2},
     "reset": {"how": "reset", "times": 2},
     "cut": {"how": "cut", "times": 2},
 }
-"""Faults that pass."""
 
 
 def trouble(store: Store, pattern: str, **how: Any) -> None:
@@ -100,28 +100,17 @@ def test_trouble_that_passes_is_not_noticed_by_a_save(store: Store, kind: Kind, 
     assert not any(key.endswith("partial") for key in store.stored())
 
 
+UNAVAILABLE, REFUSED = hf.errors.StorageUnavailableError, hf.errors.StoragePermissionError
+# Faults that stay: the error, and a part of its message.
 LASTING: dict[str, tuple[dict[str, Any], type[hf.HoldfastError], str]] = {
-    "busy": (
-        {"answer": (503, "SlowDown")},
-        hf.errors.StorageUnavailableError,
-        r"after 3 retries.*(AWS_ENDPOINT_URL|GCS_HTTP)",
-    ),
-    "reset": ({"how": "reset"}, hf.errors.StorageUnavailableError, "try again"),
-    "forbidden": (
-        {"answer": (403, "AccessDenied")},
-        hf.errors.StoragePermissionError,
-        "credentials.*listing, reading, writing and del",
-    ),
-    "expired": ({"answer": (400, "ExpiredToken")}, hf.errors.StoragePermissionError, "ExpiredToken.*credentials"),
-    "clock": (
-        {"answer": (403, "RequestTimeTooSkewed")},
-        hf.errors.StoragePermissionError,
-        "set the clock of this mach",
-    ),
+    "busy": ({"answer": (503, "SlowDown")}, UNAVAILABLE, r"after 3 retries.*(AWS_ENDPOINT_URL|GCS_HTTP)"),
+    "reset": ({"how": "reset"}, UNAVAILABLE, "try again"),
+    "forbidden": ({"answer": (403, "AccessDenied")}, REFUSED, "credentials.*listing, reading, writing and del"),
+    "expired": ({"answer": (400, "ExpiredToken")}, REFUSED, "ExpiredToken.*credentials"),
+    "clock": ({"answer": (403, "RequestTimeTooSkewed")}, REFUSED, "set the clock of this mach"),
     "full": ({"answer": (403, "QuotaExceeded")}, hf.errors.StorageFullError, "free some space"),
-    "silent": ({"how": "never"}, hf.errors.StorageUnavailableError, r"no answer after \d+ s; check the connection"),
+    "silent": ({"how": "never"}, UNAVAILABLE, r"no answer after \d+ s; check the connection"),
 }
-"""Faults that stay: the error, and a part of its message."""
 
 
 @pytest.mark.one_in(2)
@@ -131,6 +120,7 @@ def test_trouble_that_stays_is_told(
 ) -> None:
     monkeypatch.setattr(object_store, "REQUEST_TIMEOUT", 0.3 if what == "silent" else 60.0)
     monkeypatch.setattr(object_store, "SLOWEST", 1 << 40)
+    before = set(threading.enumerate())
     how, error, message = LASTING[what]
     actions: list[tuple[str, Callable[[], Any]]] = [
         (kind.data, lambda: hf.load(url)),
@@ -146,6 +136,7 @@ def test_trouble_that_stays_is_told(
         assert f"{store.url}/" in str(caught.value)
         assert caught.value.__cause__ is not None
         assert len(str(caught.value)) < 600
+    assert not [one for one in threading.enumerate() if one.name.startswith("holdfast") and one not in before]
     store.server.reset()
     assert whole(url, kind), "what was to be replaced is still there"
     with pytest.raises(hf.CheckpointNotFoundError):
@@ -158,15 +149,12 @@ def test_trouble_that_stays_is_told(
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("how", ["reset", "never"])
 @pytest.mark.parametrize("old", [True, False], ids=["replaced", "new"])
-def test_a_commit_whose_answer_is_lost(
-    store: Store, kind: Kind, old: bool, how: Literal["reset", "never"], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("impatient")
+def test_a_commit_whose_answer_is_lost(store: Store, kind: Kind, old: bool, how: Literal["reset", "never"]) -> None:
     """The store has committed, but its answer is lost: the checkpoint is there."""
     url = f"{store.url}/ckpt"
     if old:
         hf.save(url, {"old": 1})
-    monkeypatch.setattr(object_store, "REQUEST_TIMEOUT", 0.3)
-    monkeypatch.setattr(object_store, "SLOWEST", 1 << 40)
     trouble(store, r"(PUT|POST).*checkpoint\.json", times=ALWAYS, how=how)
     hf.save(url, kind.tree, overwrite=old)
     assert whole(url, kind)
@@ -174,13 +162,12 @@ def test_a_commit_whose_answer_is_lost(
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("old", [True, False], ids=["replaced", "new"])
-def test_a_commit_that_arrives_late(store: Store, kind: Kind, old: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("impatient")
+def test_a_commit_that_arrives_late(store: Store, kind: Kind, old: bool) -> None:
     """The request arrives after its sender has given up, and finds the data still there."""
     url = f"{store.url}/ckpt"
     if old:
         hf.save(url, {"old": 1})
-    monkeypatch.setattr(object_store, "REQUEST_TIMEOUT", 0.3)
-    monkeypatch.setattr(object_store, "SLOWEST", 1 << 40)
     never = store.server.fail(
         r"(PUT|POST).*checkpoint\.json", times=ALWAYS, how="never", answer=store.server.error(500, "InternalError")
     )
@@ -221,9 +208,8 @@ def test_a_bucket_that_is_not_there(store: Store) -> None:
         lambda: hf.storage.as_location(f"{elsewhere}/run").remove(),
     ]
     for attempt in attempts:
-        with pytest.raises(
-            hf.errors.ObjectNotFoundError, match=r"NoSuchBucket.*does the bucket 'elsewhere' exist"
-        ) as caught:
+        said = r"NoSuchBucket.*does the bucket 'elsewhere' exist"
+        with pytest.raises(hf.errors.ObjectNotFoundError, match=said) as caught:
             attempt()
         assert store.server.url in str(caught.value)
 
@@ -234,33 +220,11 @@ def test_no_server_listens(s3: Store, monkeypatch: pytest.MonkeyPatch, caplog: p
         address = f"http://127.0.0.1:{closed.getsockname()[1]}"
     monkeypatch.setenv("AWS_ENDPOINT_URL", address)
     monkeypatch.setattr(object_store, "WARN_AFTER", 0.0)
-    with (
-        caplog.at_level(logging.WARNING, "holdfast"),
-        pytest.raises(
-            hf.errors.StorageUnavailableError, match=f"asked {address}, the value of AWS_ENDPOINT_URL, region"
-        ),
-    ):
+    said = f"asked {address}, the value of AWS_ENDPOINT_URL, region"
+    with caplog.at_level(logging.WARNING, "holdfast"), pytest.raises(UNAVAILABLE, match=said):
         hf.CheckpointManager(f"{s3.url}/run")
     assert f"{s3.url}/run: still waiting to list it" in caplog.text
     assert address in caplog.text
-
-
-def test_a_background_save_that_cannot_be_written_is_told_once(store: Store, kind: Kind) -> None:
-    with hf.CheckpointManager(f"{store.url}/run") as run:
-        run.save(1, kind.tree)
-        run.wait_until_finished()
-        fault = store.server.fail("run/2/state", times=ALWAYS, answer=store.server.error(403, "AccessDenied"))
-        run.save(2, kind.tree)
-        with pytest.raises(hf.SaveFailedError, match=r"step 2 .*AccessDenied") as caught:
-            run.wait_until_finished()
-        assert isinstance(caught.value.__cause__, hf.errors.StoragePermissionError)
-        fault.times = 0
-        run.save(3, kind.tree)
-        run.wait_until_finished()
-        assert run.all_steps() == [1, 3]
-    with hf.CheckpointManager(f"{store.url}/run") as run:
-        run.acquire()
-    assert not any(key.startswith("run/2/") for key in store.stored())
 
 
 def test_a_store_that_ignores_ranges(store: Store, kind: Kind, url: str) -> None:
@@ -270,16 +234,6 @@ def test_a_store_that_ignores_ranges(store: Store, kind: Kind, url: str) -> None
     store.server.put(store.bucket, "ckpt/checkpoint.json", bytes(1000))
     with pytest.raises(hf.DamagedCheckpointError, match=r"checkpoint\.json"):
         hf.load(url)
-
-
-def test_no_thread_is_left_behind(store: Store, kind: Kind, url: str) -> None:
-    before = set(threading.enumerate())
-    trouble(store, kind.data, times=ALWAYS, answer=(403, "AccessDenied"))
-    with pytest.raises(hf.errors.StoragePermissionError):
-        hf.load(url)
-    with pytest.raises(hf.errors.StoragePermissionError):
-        hf.save(f"{store.url}/new", kind.tree, layout=SMALL)
-    assert not [one for one in threading.enumerate() if one.name.startswith("holdfast") and one not in before]
 
 
 @pytest.mark.parametrize(("scheme", "variable"), [("s3", "AWS_ENDPOINT_URL"), ("gs", "TENSORSTORE_GCS_HTTP_URL")])
