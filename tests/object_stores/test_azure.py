@@ -61,29 +61,24 @@ def test_each_place_has_one_address(az: Store) -> None:
     "address", ["abfs://box@{}.dfs.core.windows.net/run", "https://{}.blob.core.windows.net/box/run", "az://box@{}/run"]
 )
 def test_an_address_keeps_the_account_that_it_names(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it is printed, and in another process, whose environment may name another account."""
+    """Where it is printed, with other keys, and in another process, whose environment may name another account."""
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
     place = as_location(address.format("account"))
     assert str(place) == "abfs://box@account.dfs.core.windows.net/run"
-    assert place == as_location("az://box/run")
+    for name, value in (("SAS_TOKEN", "sig=1"), ("ACCOUNT_KEY", CANARY)):
+        monkeypatch.setenv(f"AZURE_STORAGE_{name}", value)
+        assert as_location("az://box/run") == place
+        assert hash(as_location("az://box/run")) == hash(place)
+        assert as_location("az://box/run/1").overlaps(place)
     pickled = pickle.dumps(place)
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "other")
     found = pickle.loads(pickled)
     assert (found, str(found)) == (as_location(address.format("account")), str(place))
     assert found != as_location("az://box/run")
     assert not found.overlaps(as_location("az://box/run"))
-
-
-def test_a_place_stays_the_same_when_its_keys_are_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
-    earlier = as_location("abfs://box@account.dfs.core.windows.net/run")
-    for name, value in (("AZURE_STORAGE_SAS_TOKEN", "sig=1"), ("AZURE_STORAGE_ACCOUNT_KEY", CANARY)):
-        monkeypatch.setenv(name, value)
-        assert as_location("az://box/run") == earlier
-        assert hash(as_location("az://box/run")) == hash(earlier)
-        assert as_location("az://box/run/1").overlaps(earlier)
     monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", "https://blobs.example.org")
-    assert as_location("az://box/run") != earlier
+    assert as_location("az://box/run") != place
 
 
 def test_managers_of_one_run_know_each_other_by_every_address(az: Store) -> None:
@@ -123,14 +118,15 @@ def test_without_obstore(monkeypatch: pytest.MonkeyPatch) -> None:
         as_location("az://container/run")
 
 
+REFUSED, UNAVAILABLE = hf.errors.StoragePermissionError, hf.errors.StorageUnavailableError
 FAILURES: dict[str, tuple[int, str, type[hf.HoldfastError], str]] = {
-    "bad key": (403, "AuthenticationFailed", hf.errors.StoragePermissionError, "AZURE_STORAGE_ACCOUNT_KEY"),
-    "forbidden": (403, "AuthorizationPermissionMismatch", hf.errors.StoragePermissionError, "allow listing"),
-    "expired": (401, "ExpiredAuthenticationToken", hf.errors.StoragePermissionError, "Expired.*credentials"),
-    "malformed": (400, "InvalidAuthenticationInfo", hf.errors.StoragePermissionError, "credentials"),
-    "busy": (503, "ServerBusy", hf.errors.StorageUnavailableError, "after 2 retries.*try again"),
-    "throttled": (429, "TooManyRequests", hf.errors.StorageUnavailableError, "try again"),
-    "broken": (500, "InternalError", hf.errors.StorageUnavailableError, "try again"),
+    "bad key": (403, "AuthenticationFailed", REFUSED, "AZURE_STORAGE_ACCOUNT_KEY"),
+    "forbidden": (403, "AuthorizationPermissionMismatch", REFUSED, "allow listing"),
+    "expired": (401, "ExpiredAuthenticationToken", REFUSED, "Expired.*credentials"),
+    "malformed": (400, "InvalidAuthenticationInfo", REFUSED, "credentials"),
+    "busy": (503, "ServerBusy", UNAVAILABLE, "after 2 retries.*try again"),
+    "throttled": (429, "TooManyRequests", UNAVAILABLE, "try again"),
+    "broken": (500, "InternalError", UNAVAILABLE, "try again"),
     "full": (507, "InsufficientStorage", hf.errors.StorageFullError, "free some space"),
     "no container": (404, "ContainerNotFound", hf.errors.ObjectNotFoundError, "Create it first"),
 }

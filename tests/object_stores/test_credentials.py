@@ -190,7 +190,12 @@ WRONG = {  # the file of the configuration, and what is said
 
 @pytest.mark.parametrize("which", WRONG)
 def test_what_cannot_be_used_is_told_without_secrets(
-    s3: Store, amazon: Amazon, tmp_path: Path, which: str, monkeypatch: pytest.MonkeyPatch, caplog: Any
+    s3: Store,
+    amazon: Amazon,
+    tmp_path: Path,
+    which: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     config, message = WRONG[which]
     (tmp_path / ".aws" / "config").write_text(config, encoding="utf-8")

@@ -17,6 +17,7 @@ AZURE = True
 ALWAYS = 1000
 TREE: dict[str, Any] = {"w": np.arange(100_000, dtype=np.float32), "step": 3}  # a folder
 SMALL: dict[str, Any] = {"w": np.arange(1000, dtype=np.float32), "step": 3}  # a zip file
+FOLDER_OR_ZIP_FILE = pytest.mark.parametrize("tree", [TREE, SMALL], ids=["folder", "zip file"])
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,7 @@ def is_whole(url: str, tree: dict[str, Any]) -> bool:
     return np.array_equal(found["w"], tree["w"]) and found["step"] == tree["step"] and hf.verify(url).ok
 
 
-@pytest.mark.parametrize("tree", [TREE, SMALL], ids=["folder", "zip file"])
+@FOLDER_OR_ZIP_FILE
 @pytest.mark.parametrize("way", ["answers_with_a_page", "answers_with_an_error"])
 @pytest.mark.parametrize("pattern", [r"PUT .*(\.0\.\d+|\.zip)$", r"PUT .*(tree\.json|\.zip)$"], ids=["data", "tree"])
 def test_what_was_not_stored_is_sent_again(
@@ -51,7 +52,7 @@ def test_what_was_not_stored_is_sent_again(
     assert is_whole(f"{liar.url}/ckpt", tree)
 
 
-@pytest.mark.parametrize("tree", [TREE, SMALL], ids=["folder", "zip file"])
+@FOLDER_OR_ZIP_FILE
 @pytest.mark.parametrize("old", [True, False], ids=["replaced", "new"])
 @pytest.mark.parametrize("way", ["answers_with_a_page", "answers_with_an_error"])
 def test_a_record_that_is_never_stored(
@@ -73,7 +74,7 @@ def test_a_record_that_is_never_stored(
     assert is_whole(url, tree)
 
 
-@pytest.mark.parametrize("tree", [TREE, SMALL], ids=["folder", "zip file"])
+@FOLDER_OR_ZIP_FILE
 def test_a_record_that_is_called_a_conflict_with_itself(server: LyingServer, liar: Store, tree: dict[str, Any]) -> None:
     """A request that was repeated meets its own object, time and again."""
     fault = server.refuses_its_own(r"PUT .*checkpoint\.json", 3)
@@ -97,22 +98,17 @@ def a_run(url: str, tree: dict[str, Any], steps: int = 2, **options: Any) -> hf.
     return run
 
 
-def deletes(run: hf.CheckpointManager) -> None:
-    run.delete(1)
+DELETIONS: dict[str, Callable[[hf.CheckpointManager], object]] = {
+    "a deletion": lambda run: run.delete(1),
+    "a rollback": lambda run: run.delete_after(0),
+    "retention": lambda run: run.save(3, SMALL),
+}
 
 
-def deletes_after(run: hf.CheckpointManager) -> None:
-    run.delete_after(0)
-
-
-def keeps_two(run: hf.CheckpointManager) -> None:
-    run.save(3, SMALL)
-
-
-@pytest.mark.parametrize("tree", [TREE, SMALL], ids=["folder", "zip file"])
-@pytest.mark.parametrize("delete", [deletes, deletes_after, keeps_two])
+@FOLDER_OR_ZIP_FILE
+@pytest.mark.parametrize("delete", DELETIONS.values(), ids=DELETIONS)
 def test_a_list_that_lacks_a_name_while_a_step_is_deleted(
-    server: LyingServer, liar: Store, delete: Callable[[hf.CheckpointManager], None], tree: dict[str, Any]
+    server: LyingServer, liar: Store, delete: Callable[[hf.CheckpointManager], object], tree: dict[str, Any]
 ) -> None:
     a_run(f"{liar.url}/first", tree, 1).close()
     for number in range(len(server.keys(liar.bucket, "first/1/"))):  # each object of the step in turn
@@ -136,30 +132,22 @@ def test_metrics_of_a_step_that_a_list_lacks_stay(server: LyingServer, liar: Sto
     assert hf.CheckpointManager(url).metrics(1) == {"loss": 1.0}
 
 
-def saves(run: hf.CheckpointManager, step: int) -> None:
-    assert run.save(step, SMALL)
-    run.wait_until_finished()
-
-
-def damaged(owner: bytes, byte: int) -> bytes:
-    return owner[:byte] + bytes([owner[byte] ^ 1]) + owner[byte + 1 :]
-
-
 def test_a_garbled_answer_is_no_takeover(server: LyingServer, liar: Store) -> None:
     url = f"{liar.url}/run"
     with a_run(url, SMALL, 1) as run:
         owner = server.buckets[liar.bucket]["run/owner.json"].content
-        step = 1
-        for byte in range(0, len(owner), 7):
-            step += 1
-            server.garbles(r"GET .*owner\.json", damaged(owner, byte), 2)
-            saves(run, step)
+        for step, byte in enumerate(range(0, len(owner), 7), 2):
+            damaged = owner[:byte] + bytes([owner[byte] ^ 1]) + owner[byte + 1 :]
+            server.garbles(r"GET .*owner\.json", damaged, 2)
+            assert run.save(step, SMALL)
+            run.wait_until_finished()
             server.reset()
-        server.garbles(r"GET .*owner\.json", damaged(owner, 20), ALWAYS)
+        server.garbles(r"GET .*owner\.json", damaged, ALWAYS)
+        run.save(step + 1, SMALL)
         with pytest.raises(hf.HoldfastError, match=r"owner\.json: this file was damaged"):
-            saves(run, step + 1)
+            run.wait_until_finished()
         server.reset()
-        saves(run, step + 2)
+        run.save(step + 2, SMALL)
     assert hf.verify(url).ok
 
 
