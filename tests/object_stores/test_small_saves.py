@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.object_stores.conftest import Held, Store, outcome
+from tests.object_stores.conftest import Held, Store, outcome, value_of
 from tests.processes.harness import Process, run_outcomes
 
 import holdfast as hf
@@ -42,17 +42,6 @@ def tree(value: int, size: int = 1000) -> dict[str, Any]:
 def larger(value: int) -> dict[str, Any]:
     """A tree that is a folder, whose save has a marker."""
     return tree(value, 100_000)
-
-
-def value_of(url: str) -> int | None:
-    """Returns the value in a checkpoint, which must be whole; None without one."""
-    try:
-        [found] = set(hf.load(url)["w"].tolist())
-    except hf.CheckpointNotFoundError:
-        return None
-    assert hf.verify(url).ok
-    value: int = found
-    return value
 
 
 def hold(store: Store, request: str, action: Callable[[], Any]) -> Held:

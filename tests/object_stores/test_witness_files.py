@@ -57,28 +57,30 @@ def run(request: pytest.FixtureRequest, tmp_path: Path, place: str) -> Iterator[
         yield f"{tmp_path}/run" if request.param == "disk" else place
 
 
-def test_a_step_is_deleted_with_its_file(run: str) -> None:
+def test_a_step_is_deleted_with_its_file_and_loses_it_when_it_is_saved_anew(run: str) -> None:
     train(run, 14)
     assert [one.step for one in hf.list_checkpoints(run)] == [8, 12]
     assert (ks(witness(run, 8)), ks(witness(run, 12))) == ([0, 1, 2, 4], [0, 1, 2])
     assert names(run, 4) == []
     assert hf.verify(run).ok
+    with hf.CheckpointManager(run, options=hf.CheckpointManagerOptions(max_to_keep=2)) as manager:
+        manager.save(12, {"w": np.zeros(4)}, force=True)
+    assert WITNESS not in names(run, 12)
+    assert ks(witness(run, 8)) == [0, 1, 2, 4]
     assert main(["rm", run, "8", "--yes"]) == 0
     assert names(run, 8) == []
     assert hf.verify(run).ok
 
 
-def test_a_step_that_is_saved_anew_loses_the_file(run: str) -> None:
-    train(run, 14)
-    options = hf.CheckpointManagerOptions(max_to_keep=2)
-    with hf.CheckpointManager(run, options=options) as manager:
-        manager.save(12, {"w": np.zeros(4)}, force=True)
-    assert WITNESS not in names(run, 12)
-    assert ks(witness(run, 8)) == [0, 1, 2, 4]
-
-
 def test_a_file_without_a_step_is_no_step_and_prevents_none(run: str) -> None:
-    train(run, 9)
+    """A resume adds to the records that it was compared with."""
+    train(run, 6)
+    before = witness(run, 4)
+    assert train(run, 9).proof.exact
+    after = witness(run, 4)
+    assert after is not None
+    assert after.startswith(before or b"?")
+    assert (ks(before), ks(after)) == ([0, 1, 2], [0, 1, 2, 4])
     stray = as_location(run) / "12"
     stray.make_directory()
     (stray / WITNESS).write_bytes(b"of a step that was deleted while this was written\n")
@@ -99,16 +101,6 @@ def test_what_is_recorded_late_does_not_bring_a_deleted_step_back(run: str) -> N
                 checkpoint.manager.wait_until_finished()
                 (as_location(run) / "4").remove_tree()
     assert names(run, 4) == []
-
-
-def test_a_resume_adds_to_the_records_that_it_was_compared_with(run: str) -> None:
-    train(run, 6)
-    before = witness(run, 4)
-    assert train(run, 9).proof.exact
-    after = witness(run, 4)
-    assert after is not None
-    assert after.startswith(before or b"?")
-    assert (ks(before), ks(after)) == ([0, 1, 2], [0, 1, 2, 4])
 
 
 # ---- copies and mirrors
