@@ -75,11 +75,19 @@ def test_a_record_that_is_never_stored(
 
 
 @FOLDER_OR_ZIP_FILE
-def test_a_record_that_is_called_a_conflict_with_itself(server: LyingServer, liar: Store, tree: dict[str, Any]) -> None:
-    """A request that was repeated meets its own object, time and again."""
-    fault = server.refuses_its_own(r"PUT .*checkpoint\.json", 3)
-    hf.save(f"{liar.url}/ckpt", tree)
-    assert fault.times == 0
+@pytest.mark.parametrize("times", [3, ALWAYS], ids=["some times", "for ever"])
+def test_a_record_that_is_called_a_conflict_with_itself(
+    server: LyingServer, liar: Store, tree: dict[str, Any], times: int
+) -> None:
+    """A request that was repeated meets its own object: time and again, and for ever, which is told soon."""
+    fault = server.refuses_its_own(r"PUT .*checkpoint\.json", times)
+    if times == ALWAYS:
+        with pytest.raises(hf.errors.StorageConflictError, match="ConditionalRequestConflict"):
+            hf.save(f"{liar.url}/ckpt", tree)
+        assert times - fault.times <= 5
+        server.reset()
+    hf.save(f"{liar.url}/ckpt", tree, overwrite=times == ALWAYS)
+    assert fault.times == 0 or times == ALWAYS
     assert is_whole(f"{liar.url}/ckpt", tree)
 
 
@@ -136,29 +144,19 @@ def test_a_garbled_answer_is_no_takeover(server: LyingServer, liar: Store) -> No
     url = f"{liar.url}/run"
     with a_run(url, SMALL, 1) as run:
         owner = server.buckets[liar.bucket]["run/owner.json"].content
-        for step, byte in enumerate(range(0, len(owner), 7), 2):
-            damaged = owner[:byte] + bytes([owner[byte] ^ 1]) + owner[byte + 1 :]
-            server.garbles(r"GET .*owner\.json", damaged, 2)
+        garbled = [owner[:byte] + bytes([owner[byte] ^ 1]) + owner[byte + 1 :] for byte in range(len(owner))]
+        for step, content in enumerate(garbled[::7], 2):
+            server.garbles(r"GET .*owner\.json", content, 2)
             assert run.save(step, SMALL)
             run.wait_until_finished()
             server.reset()
-        server.garbles(r"GET .*owner\.json", damaged, ALWAYS)
+        server.garbles(r"GET .*owner\.json", garbled[20], ALWAYS)
         run.save(step + 1, SMALL)
         with pytest.raises(hf.HoldfastError, match=r"owner\.json: this file was damaged"):
             run.wait_until_finished()
         server.reset()
         run.save(step + 2, SMALL)
     assert hf.verify(url).ok
-
-
-def test_a_conflict_that_never_ends_is_told_after_a_few_requests(server: LyingServer, liar: Store) -> None:
-    fault = server.refuses_its_own(r"PUT .*checkpoint\.json", ALWAYS)
-    with pytest.raises(hf.errors.StorageConflictError, match="ConditionalRequestConflict"):
-        hf.save(f"{liar.url}/ckpt", SMALL)
-    assert ALWAYS - fault.times <= 5
-    server.reset()
-    hf.save(f"{liar.url}/ckpt", SMALL, overwrite=True)
-    assert is_whole(f"{liar.url}/ckpt", SMALL)
 
 
 # ---- one wrong answer of any store

@@ -19,7 +19,7 @@ from tests.storage.test_storage_conformance import BackendConformance
 
 import holdfast as hf
 from holdfast.engine.steps import read_record
-from holdfast.engine.storage import Location, Segment, as_location, location
+from holdfast.engine.storage import Location, as_location, location
 
 AZURE = True
 
@@ -308,19 +308,6 @@ def test_without_ranges_objects_are_read_as_a_whole(rclone: str, monkeypatch: py
     hf.save(f"{rclone}/ckpt", tree, layout=layout)
     assert_same(hf.load(f"{rclone}/ckpt"), tree)
     assert hf.verify(f"{rclone}/ckpt").ok
-
-
-def test_it_copies_objects_itself(rclone: str) -> None:
-    data = np.random.default_rng(0).integers(0, 256, 5_000_000, np.uint8)
-    place, copy = as_location(f"{rclone}/a b+c"), as_location(f"{rclone}/copy/ü")
-    place.write_data(data.size, [Segment(0, data.size, lambda: iter([data]))])
-    assert place.can_share()
-    place.share(copy, place.identity())
-    place.remove()
-    assert copy.read_bytes() == data.tobytes()
-    with pytest.raises(OSError, match="did not copy"):
-        place.share(copy, place.identity())
-    assert place.can_share()
 
 
 def test_conditions_are_found_to_be_ignored(rclone: str) -> None:

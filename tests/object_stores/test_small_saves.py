@@ -1,4 +1,4 @@
-"""Saves whose items are zip files have no marker: every crash, race and lost request of such a save.
+"""Saves whose items are zip files have no marker: every race and lost request of such a save.
 
 A save is a list, the zip file, the record, and another list. ``test_kills_over_http.py`` kills a run at any request; in
 ``test_store_owners.py``, runs take over from each other.
@@ -6,19 +6,15 @@ A save is a list, the zip file, the record, and another list. ``test_kills_over_
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.object_stores.conftest import Held, Store, outcome, value_of
-from tests.processes.harness import Process, run_outcomes
 
 import holdfast as hf
 from holdfast.engine.format import encode_archive
-from holdfast.engine.storage import as_location
 
 pytestmark = pytest.mark.xdist_group("stores")
 
@@ -48,41 +44,6 @@ def hold(store: Store, request: str, action: Callable[[], Any]) -> Held:
     """Begins a save that waits at one of its requests."""
     skip, pattern = REQUESTS[request]
     return store.hold(pattern, action, skip=skip)
-
-
-def save_alone(process: Process, environment: dict[str, str], url: str) -> None:
-    """Saves to the path 1 below a URL, after it has said which process it is."""
-    assert process.count == 1
-    os.environ.update(environment)
-    hf.save(f"{url}/0", {"a": 1})  # the first save asks whether the service honours conditions
-    (as_location(url) / "pid").write_bytes(str(os.getpid()).encode())
-    hf.save(f"{url}/1", tree(1))
-
-
-@pytest.mark.parametrize("done", [True, False], ids=["done", "not done"])
-@pytest.mark.parametrize("request_", REQUESTS)
-def test_a_save_that_is_killed(store: Store, request_: str, done: bool) -> None:
-    """The next save finds nothing, or a whole checkpoint, and leaves nothing of the first one."""
-
-    def kill() -> None:
-        os.kill(int(store.server.buckets[store.bucket]["pid"].content), signal.SIGKILL)
-
-    skip, pattern = REQUESTS[request_]
-    answer = None if done else store.server.error(500, "InternalError")
-    store.server.fail(pattern, skip=skip, answer=answer, act=kill)
-    [killed] = run_outcomes(save_alone, 1, store.environment, store.url, backend="none")
-    assert killed.status == -signal.SIGKILL
-    store.server.reset()
-    stored = [*REQUESTS].index(request_) - 1 + done  # how many of the zip file and the record are there
-    committed = stored >= 2
-    assert len(store.names("1/")) == min(2, max(0, stored))
-    assert value_of(f"{store.url}/1") == (1 if committed else None)
-    if committed:
-        with pytest.raises(hf.CheckpointExistsError):
-            hf.save(f"{store.url}/1", tree(2))
-    hf.save(f"{store.url}/1", tree(2), overwrite=committed)
-    assert value_of(f"{store.url}/1") == 2
-    assert len(store.names("1/")) == 2
 
 
 RIVALS: dict[str, Callable[[str], Any]] = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 import pathlib
 import pickle
@@ -12,7 +11,6 @@ from typing import Any
 
 import pytest
 
-import holdfast as hf
 from holdfast.engine.errors import InvalidLocationError, OptionError
 from holdfast.engine.storage import Location, as_location
 
@@ -224,29 +222,3 @@ def test_what_pathlib_refuses(tmp_path: pathlib.Path, place: str) -> None:
     assert list(as_location(tmp_path).glob("**/link")) == [as_location(tmp_path / "link")]
     with pytest.raises(OptionError, match=r"mode='r\+b' opens no object in a store"):
         (as_location(place) / "x").open("r+b")
-
-
-class Notes(hf.handlers.CheckpointHandler):
-    """A handler as its author wrote it for a path."""
-
-    def save(self, directory: Any, item: dict[str, str], **kwargs: Any) -> None:
-        (directory / "notes").mkdir()
-        for name, text in item.items():
-            directory.joinpath("notes", f"{name}.txt").write_text(text)
-        with directory.joinpath("index.json").open("w") as file:
-            json.dump(sorted(item), file)
-
-    def restore(self, directory: Any, item: Any = None, **kwargs: Any) -> dict[str, str]:
-        with directory.joinpath("index.json").open() as file:
-            names = json.load(file)
-        assert sorted(path.name for path in directory.glob("notes/*.txt")) == [f"{name}.txt" for name in names]
-        assert sorted(path.name for path in directory.iterdir() if path.is_file()) == ["index.json"]
-        return {name: (directory / "notes" / f"{name}.txt").read_text() for name in names}
-
-
-@pytest.mark.parametrize("remote", [True, False])
-def test_a_handler_for_paths_saves_to_any_storage(place: str, tmp_path: pathlib.Path, remote: bool) -> None:
-    target = place if remote else tmp_path / "one"
-    hf.Checkpointer(Notes()).save(target, {"b": "zwei", "a": "ü"})
-    assert hf.verify(target).ok
-    assert hf.Checkpointer(Notes()).restore(target) == {"b": "zwei", "a": "ü"}
