@@ -37,12 +37,6 @@ def check_rows(contenders: list[str], printed: str) -> None:
         assert any(line.startswith(f"{contender}  ") for line in printed.splitlines()), printed
 
 
-@pytest.mark.sweep  # each of its processes imports torch
-def test_tiny_run(tmp_path: Path) -> None:
-    compare(["raw disk", "holdfast (torch)", "safetensors"], tmp_path, "--json", str(tmp_path / "all.json"))
-    check_values(tmp_path)
-
-
 def test_tiny_run_in_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

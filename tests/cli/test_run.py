@@ -101,14 +101,3 @@ def test_preempted_killed_and_resumed_by_the_same_command(
     assert lines[-1].endswith("step 800 of 800 is saved in runs/flax_digits/checkpoints")
     with hf.CheckpointManager(tmp_path / "runs/flax_digits/checkpoints") as manager:
         assert manager.all_steps() == [700, 750, 800]
-
-
-def test_a_disk_that_refuses_is_one_line_and_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").write_bytes(b"")
-    pytest.importorskip("jax")
-
-    assert main(["run", "flax_digits", *SMALL, f"run_dir={tmp_path}/file/run"]) == 1
-    err = capsys.readouterr().err
-    assert err.startswith("holdfast: ")
-    assert err.count("\n") == 1
-    assert str(tmp_path / "file") in err

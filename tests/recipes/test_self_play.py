@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-import shutil
 import signal
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from tests.documents.examples import Examples
@@ -19,7 +17,7 @@ from holdfast.recipes.configuration import load_configuration
 from holdfast.recipes.problems import ConfigError
 from holdfast.recipes.registry import Outcome
 from holdfast.recipes.runner import run
-from holdfast.recipes.self_play import Observation, Policy, Trainer, choose
+from holdfast.recipes.self_play import Policy, Trainer
 
 SMALL = {
     "model.hidden": "[6]",
@@ -110,24 +108,6 @@ def test_the_given_learning_rate_counts_and_not_the_one_that_was_saved() -> None
     assert train("train.steps=2", "optimizer.learning_rate=1e-30", allowed) == Outcome(start=1, step=2, preempted=False)
     first, second = (hf.load(saved("runs/self_play", step))["learner/policies/p0"] for step in (1, 2))
     assert values_of(first) == values_of(second), "nothing is learnt at this rate"
-
-
-def test_a_policy_plays_alone() -> None:
-    first = trainer()
-    first.train_step()
-    first.save_to_path("all")
-    with pytest.raises(hf.errors.OptionError, match="self_play:Policy, which is no"):
-        Trainer.from_checkpoint("all/learner/policies/p0")
-    shutil.move("all/learner/policies/p1", "policy")
-    shutil.move("all/runner/observation", "observation")
-    shutil.rmtree("all")
-    assert hf.verify("policy").ok
-    policy, observation = Policy.from_checkpoint("policy"), Observation.from_checkpoint("observation")
-
-    hands = np.random.default_rng(0).uniform(0, 100, (20, 5))
-    features, same = observation(hands), first.runner.observation(hands)
-    np.testing.assert_array_equal(features, same)
-    np.testing.assert_array_equal(choose(policy, features), choose(first.learner.policies["p1"], same))
 
 
 # ---- swap one policy
