@@ -300,16 +300,16 @@ def test_a_program_that_ignores_the_signal(tmp_path: Path) -> None:
     assert [one["status"] for one in report["starts"]] == [138, 75]
 
 
-WRITES_ELSEWHERE = """
+LOOP = """
 import os
-import numpy as np
+import sys
 import holdfast as hf
-with hf.CheckpointCallback(f"run-{os.getpid()}", save_interval_steps=1) as checkpoint:
-    state, start = checkpoint.restore_or_initialize({"w": np.zeros(3)})
-    for step in range(start + 1, 9):
-        state = {"w": state["w"] + step}
-        if checkpoint.on_step(step, state).should_stop:
+with hf.CheckpointCallback(DIRECTORY, save_interval_steps=1) as checkpoint:
+    state, start = checkpoint.restore_or_initialize({"w": 0})
+    for step in range(start, 9):
+        if checkpoint.on_step(step + 1, {"w": step}).should_stop:
             break
+sys.exit(checkpoint.exit_status)
 """
 NEVER_RESTORES = """
 import numpy as np
@@ -342,7 +342,11 @@ with hf.CheckpointManager("a", options=options) as a, hf.CheckpointManager(os.pa
 @pytest.mark.parametrize(
     ("program", "cause", "said"),
     [
-        (WRITES_ELSEWHERE, "new_directory", "another directory when it is restarted: run-"),
+        (
+            LOOP.replace("DIRECTORY", 'f"run-{os.getpid()}"'),
+            "new_directory",
+            "another directory when it is restarted: run-",
+        ),
         (NEVER_RESTORES, "not_resumed", "the program started from the beginning again, although step 3 was saved"),
     ],
     ids=["writes elsewhere", "never restores"],
@@ -489,17 +493,6 @@ def test_drills_that_cannot_be_carried_out(tmp_path: Path, arguments: list[objec
     assert re.search(said, error.partition("holdfast: ")[2], re.DOTALL), error
 
 
-CHILD = """
-import sys
-import holdfast as hf
-with hf.CheckpointCallback("real", save_interval_steps=1) as checkpoint:
-    state, start = checkpoint.restore_or_initialize({"w": 0})
-    for step in range(start, 9):
-        if checkpoint.on_step(step + 1, {"w": step}).should_stop:
-            break
-sys.exit(checkpoint.exit_status)
-"""
-
 # A program that starts another one with an environment of its own, and continues regardless of how that one ends.
 STARTS = "import os, subprocess, sys\nsubprocess.run([sys.executable, 'child.py'], env=ENVIRONMENT, check=False)\n"
 OWN = "{name: os.environ[name] for name in ('PATH', 'PYTHONPATH', 'HOME') if name in os.environ}"
@@ -508,7 +501,7 @@ CONTINUES = 'exec(open("child.py").read().replace("real", "own"))'
 
 def test_a_program_with_an_environment_of_its_own(tmp_path: Path) -> None:
     """It is refused; an empty variable says that the program is no part of the rehearsal."""
-    (tmp_path / "child.py").write_text(CHILD)
+    (tmp_path / "child.py").write_text(LOOP.replace("DIRECTORY", '"real"'))
     (tmp_path / "parent.py").write_text(STARTS.replace("ENVIRONMENT", OWN) + CONTINUES)
     arguments = ["--steps", 3, "--kinds", "term", "--at", 2, "--", sys.executable, "parent.py"]
     said = drill(tmp_path, *arguments, status=2)["said"]
