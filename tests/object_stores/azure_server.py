@@ -28,9 +28,15 @@ _INNER = re.compile(rb"Content-ID: (\d+)\r\n\r\nDELETE (\S+) HTTP/1.1\r\n")
 class AzureServer(StoreServer):
     """Azure Blob Storage, with one account and its key."""
 
+    scheme = "az"
+
     def __init__(self) -> None:
         super().__init__()
         self.blocks: dict[str, bytes] = {}
+
+    def environment(self) -> dict[str, str]:
+        account = {"AZURE_STORAGE_ACCOUNT_NAME": ACCOUNT, "AZURE_STORAGE_ACCOUNT_KEY": KEY}
+        return {**account, "AZURE_STORAGE_ENDPOINT": self.url, "AZURE_ALLOW_HTTP": "true"}
 
     def kind(self, request: Request) -> str:
         """Returns the method, ``LIST``, or ``DELETE`` for a batch, which obstore uses for nothing else."""

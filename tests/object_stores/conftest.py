@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from tests.object_stores.azure_server import ACCOUNT, KEY, AzureServer
-from tests.object_stores.gcs_server import TOKEN, GcsServer
+from tests.object_stores.azure_server import AzureServer
+from tests.object_stores.gcs_server import GcsServer
 from tests.object_stores.installed_servers import Server, reach, started
-from tests.object_stores.s3_server import KEY_ID, REGION, SECRET, S3Server
+from tests.object_stores.s3_server import S3Server
 from tests.object_stores.store_server import StoreServer
 
 import holdfast as hf
@@ -96,74 +96,38 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_store, "SLOWEST", 1 << 40)
 
 
-@pytest.fixture(scope="session")
-def s3_server() -> Iterator[S3Server]:
-    with S3Server() as server:
-        with pytest.MonkeyPatch.context() as patch:
-            hf.save(f"{s3_store(server, patch).url}/first", {})  # the first save asks whether conditions are honoured
-        yield server
-
-
-@pytest.fixture(scope="session")
-def gcs_server() -> Iterator[GcsServer]:
-    with GcsServer() as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
-def azure_server() -> Iterator[AzureServer]:
-    with AzureServer() as server:
-        yield server
-
-
-def _store(server: StoreServer, scheme: str, environment: dict[str, str], patch: pytest.MonkeyPatch) -> Store:
+def new_bucket(server: StoreServer, patch: pytest.MonkeyPatch) -> Store:
+    """Returns an empty bucket of a server, in an environment in which it is found."""
     for name in [name for name in os.environ if name.startswith(("AWS_", "AZURE", "GOOGLE_", "TENSORSTORE_"))]:
         patch.delenv(name)
-    for name, value in environment.items():
+    for name, value in server.environment().items():
         patch.setenv(name, value)
     bucket = f"bucket-{next(_numbers)}"
     server.reset()
     server.buckets[bucket] = {}
-    return Store(server, bucket, f"{scheme}://{bucket}", environment)
+    return Store(server, bucket, f"{server.scheme}://{bucket}", server.environment())
 
 
-def s3_store(server: S3Server, patch: pytest.MonkeyPatch) -> Store:
-    """Returns an empty bucket of a fake S3."""
-    environment = {
-        "AWS_ENDPOINT_URL": server.url,
-        "AWS_REGION": REGION,
-        "AWS_ACCESS_KEY_ID": KEY_ID,
-        "AWS_SECRET_ACCESS_KEY": SECRET,
-    }
-    return _store(server, "s3", environment, patch)
+@pytest.fixture(scope="session")
+def _servers() -> Iterator[dict[str, StoreServer]]:
+    with S3Server() as s3, GcsServer() as gs, AzureServer() as az:
+        with pytest.MonkeyPatch.context() as patch:
+            hf.save(f"{new_bucket(s3, patch).url}/first", {})  # the first save asks whether conditions are honoured
+        yield {"s3": s3, "gs": gs, "az": az}
 
 
-@pytest.fixture
-def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    """An empty bucket of the fake S3."""
-    yield s3_store(s3_server, monkeypatch)
-    s3_server.reset()
+def bucket_of(name: str) -> Any:
+    """Returns the fixture with an empty bucket of a fake store."""
+
+    @pytest.fixture(name=name)
+    def bucket(_servers: dict[str, StoreServer], monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+        yield new_bucket(_servers[name], monkeypatch)
+        _servers[name].reset()
+
+    return bucket
 
 
-@pytest.fixture
-def gs(gcs_server: GcsServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    """An empty bucket of the fake Google Cloud Storage."""
-    environment = {"TENSORSTORE_GCS_HTTP_URL": gcs_server.url, "GOOGLE_AUTH_TOKEN_FOR_TESTING": TOKEN}
-    yield _store(gcs_server, "gs", environment, monkeypatch)
-    gcs_server.reset()
-
-
-@pytest.fixture
-def az(azure_server: AzureServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    """An empty container of the fake Azure."""
-    environment = {
-        "AZURE_STORAGE_ACCOUNT_NAME": ACCOUNT,
-        "AZURE_STORAGE_ACCOUNT_KEY": KEY,
-        "AZURE_STORAGE_ENDPOINT": azure_server.url,
-        "AZURE_ALLOW_HTTP": "true",
-    }
-    yield _store(azure_server, "az", environment, monkeypatch)
-    azure_server.reset()
+s3, gs, az = map(bucket_of, ("s3", "gs", "az"))
 
 
 @pytest.fixture(scope="session")

@@ -25,7 +25,11 @@ _UPLOAD = re.compile(r"/upload/storage/v1/b/([^/]+)/o")
 class GcsServer(S3Server):
     """Google Cloud Storage, with one token that allows everything."""
 
+    scheme = "gs"
     copy_source = "x-goog-copy-source"
+
+    def environment(self) -> dict[str, str]:
+        return {"TENSORSTORE_GCS_HTTP_URL": self.url, "GOOGLE_AUTH_TOKEN_FOR_TESTING": TOKEN}
 
     def refusal(self, request: Request) -> Answer | None:
         if request.headers.get("authorization") == f"Bearer {TOKEN}":

@@ -28,11 +28,16 @@ _AUTHORIZATION = re.compile(
 class S3Server(StoreServer):
     """One region of S3, with one pair of keys."""
 
+    scheme = "s3"
     copy_source = "x-amz-copy-source"
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks: dict[tuple[str, int], bytes] = {}
+
+    def environment(self) -> dict[str, str]:
+        keys = {"AWS_ACCESS_KEY_ID": KEY_ID, "AWS_SECRET_ACCESS_KEY": SECRET}
+        return {"AWS_ENDPOINT_URL": self.url, "AWS_REGION": REGION, **keys}
 
     def kind(self, request: Request) -> str:
         """Returns the method, or ``LIST``."""

@@ -80,6 +80,7 @@ class StoreServer:
     """A fake object store; subclasses speak a protocol."""
 
     page = 1000  # how many keys one answer to a list may have
+    scheme: str  # of the URLs of its buckets
 
     def __init__(self) -> None:
         self.buckets: dict[str, dict[str, StoredObject]] = {}  # the objects by bucket and key
@@ -168,6 +169,10 @@ class StoreServer:
             seen += self.log[before:]
 
     # ---- for subclasses
+
+    def environment(self) -> dict[str, str]:
+        """Returns the variables with which a process finds the server."""
+        raise AssertionError("each protocol says")
 
     def kind(self, request: Request) -> str:
         """Returns the kind of a request."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.object_stores.conftest import Store, s3_store
+from tests.object_stores.conftest import Store, new_bucket
 from tests.object_stores.lying_server import LyingServer
 from tests.object_stores.store_server import Answer
 
@@ -24,13 +24,13 @@ FOLDER_OR_ZIP_FILE = pytest.mark.parametrize("tree", [TREE, SMALL], ids=["folder
 def server() -> Iterator[LyingServer]:
     with LyingServer() as server:
         with pytest.MonkeyPatch.context() as patch:
-            hf.save(f"{s3_store(server, patch).url}/first", {})  # the first save asks whether conditions are honoured
+            hf.save(f"{new_bucket(server, patch).url}/first", {})  # the first save asks whether conditions are honoured
         yield server
 
 
 @pytest.fixture
 def liar(server: LyingServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    yield s3_store(server, monkeypatch)
+    yield new_bucket(server, monkeypatch)
     server.hidden.clear()
     server.reset()
 

@@ -9,11 +9,13 @@ import pathlib
 import threading
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.equality import assert_same
+from tests.object_stores.conftest import outcome
 from tests.object_stores.installed_servers import SECRET, SERVERS, Server, reach, started
 from tests.object_stores.test_scenarios import IN_STORES, SCENARIOS
 from tests.storage.test_storage_conformance import NAMES, BackendConformance
@@ -69,26 +71,17 @@ def test_one_of_several_saves_to_a_path_is_committed(server: Server, url: str) -
         pytest.skip("it ignores conditions")
     # The first save asks whether the server honours conditions; later ones of new small checkpoints have no marker.
     for name, old in (("ckpt", False), ("ckpt", True), ("again", False)):
-        results: list[int | Exception] = []
         together = threading.Barrier(8)
 
-        def save(
-            number: int, path: str = f"{url}/{name}", old: bool = old, together: Any = together, results: Any = results
-        ) -> None:
-            together.wait()
-            try:
-                hf.save(path, {"w": np.full(5000, number)}, overwrite=old)
-                results.append(number)
-            except (hf.errors.StorageConflictError, hf.CheckpointExistsError) as error:
-                results.append(error)
+        def save(number: int, path: str = f"{url}/{name}", old: bool = old, barrier: Any = together) -> Any:
+            barrier.wait()
+            return outcome(lambda: hf.save(path, {"w": np.full(5000, number)}, overwrite=old))
 
-        threads = [threading.Thread(target=save, args=(number,)) for number in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        winners = [result for result in results if isinstance(result, int)]
-        assert len(results) == 8
+        with ThreadPoolExecutor(8) as threads:
+            results = list(threads.map(save, range(8)))
+        winners = [number for number, result in enumerate(results) if not isinstance(result, Exception)]
+        lost = (hf.errors.StorageConflictError, hf.CheckpointExistsError)
+        assert all(isinstance(result, lost) for result in results if isinstance(result, Exception))
         assert len(winners) == 1 or (old and winners)
         assert hf.load(f"{url}/{name}")["w"][0] in winners
         assert hf.verify(f"{url}/{name}").ok

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.object_stores.conftest import Store, outcome, s3_store
+from tests.object_stores.conftest import Store, new_bucket, outcome
 from tests.object_stores.s3_server import S3Server
 
 import holdfast as hf
@@ -57,12 +57,12 @@ def test_one_checkpoint(store: Store) -> None:
 def test_the_first_save_to_a_service(s3: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """It marks the path, and asks with the marker whether the service honours conditions."""
     with S3Server() as server:
-        new = s3_store(server, monkeypatch)
+        new = new_bucket(server, monkeypatch)
         first = {"LIST": 2, "PUT": 4, "GET": 2, "DELETE": 1}
         assert counted(new, lambda: hf.save(f"{new.url}/1", LEAVES)) == (9, first)
         assert counted(new, lambda: hf.save(f"{new.url}/2", LEAVES)) == (5, {"LIST": 3, "PUT": 2})
     with S3Server() as server:
-        new = s3_store(server, monkeypatch)
+        new = new_bucket(server, monkeypatch)
         server.conditions = False
         hf.save(f"{new.url}/1", LEAVES)
         without = {"LIST": 2, "PUT": 3, "GET": 2, "DELETE": 1}

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.object_stores.conftest import Held, Store, s3_store, value_of
+from tests.object_stores.conftest import Held, Store, new_bucket, value_of
 from tests.object_stores.s3_server import S3Server
 from tests.object_stores.store_server import Request
 from tests.processes.harness import Process, run_processes
@@ -168,7 +168,7 @@ def test_a_step_that_the_older_run_has_saved_meanwhile_is_replaced(
 def new_s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     """A bucket of a service to which this process has never saved."""
     with S3Server() as server:
-        yield s3_store(server, monkeypatch)
+        yield new_bucket(server, monkeypatch)
 
 
 def questions(store: Store) -> list[str]:

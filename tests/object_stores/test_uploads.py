@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -33,30 +34,15 @@ def test_uploads_that_wait_hold_up_no_other_request(store: Store, monkeypatch: p
         size = 7 << 20
         as_location(f"{store.url}/{number}").write_data(size, [Segment(0, size, lambda: parts(number))])
 
-    threads = [threading.Thread(target=upload, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for _ in threads:
-        waiting.acquire()
-    as_location(f"{store.url}/small").write_bytes(b"content")
-    assert as_location(f"{store.url}/small").read_bytes() == b"content"
-    go_on.set()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as threads:
+        uploads = [threads.submit(upload, number) for number in range(8)]
+        for _ in uploads:
+            waiting.acquire()
+        as_location(f"{store.url}/small").write_bytes(b"content")
+        assert as_location(f"{store.url}/small").read_bytes() == b"content"
+        go_on.set()
     for number in range(8):
         assert as_location(f"{store.url}/{number}").read_bytes() == bytes([number]) * (7 << 20)
-
-
-def scratch(count: int, size: int) -> Callable[[], Iterator[NDArray[np.uint8]]]:
-    """Returns a function that generates parts in the same memory."""
-
-    def parts() -> Iterator[NDArray[np.uint8]]:
-        memory = np.empty(size, np.uint8)
-        for value in range(count):
-            memory[:] = value
-            yield memory
-
-    return parts
 
 
 @pytest.mark.parametrize("single", [1 << 30, 1 << 20], ids=["one request", "blocks"])
@@ -64,8 +50,14 @@ def test_memory_that_is_used_again(az: Store, single: int, monkeypatch: pytest.M
     """obstore would send the last content several times."""
     monkeypatch.setattr(cloud, "SINGLE_REQUEST_BYTES", single)
     monkeypatch.setattr(cloud, "BLOCK_BYTES", 5 << 20)
-    place, size = as_location(f"{az.url}/data"), 24 << 20
-    place.write_data(size, [Segment(0, size, scratch(24, 1 << 20))])
+    place, size, memory = as_location(f"{az.url}/data"), 24 << 20, np.empty(1 << 20, np.uint8)
+
+    def parts() -> Iterator[NDArray[np.uint8]]:
+        for value in range(24):
+            memory[:] = value
+            yield memory
+
+    place.write_data(size, [Segment(0, size, parts)])
     assert place.read_bytes() == b"".join(bytes([value]) * (1 << 20) for value in range(24))
     assert any("comp" in request.query for request in az.server.log) == (single < size)
 
