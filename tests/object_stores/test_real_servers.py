@@ -17,7 +17,7 @@ import pytest
 from tests.equality import assert_same
 from tests.object_stores.conftest import outcome
 from tests.object_stores.installed_servers import SECRET, SERVERS, Server, reach, started
-from tests.object_stores.test_scenarios import IN_STORES, SCENARIOS
+from tests.object_stores.test_scenarios import SCENARIOS
 from tests.storage.test_storage_conformance import NAMES, BackendConformance
 
 import holdfast as hf
@@ -61,7 +61,7 @@ class TestServers(BackendConformance):
         super().test_names(folder, name)
 
 
-@pytest.mark.parametrize("name", IN_STORES)
+@pytest.mark.parametrize("name", SCENARIOS)
 def test_the_same_as_on_a_disk(url: str, name: str, tmp_path: pathlib.Path) -> None:
     assert_same(SCENARIOS[name](f"{url}/a run"), SCENARIOS[name](str(tmp_path)))
 

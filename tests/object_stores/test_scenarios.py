@@ -120,60 +120,10 @@ def manager(place: str) -> list[Any]:
     return results
 
 
-def leftovers(place: str) -> list[Any]:
-    """What an interrupted save, deletion and replacement leave is swept by the next manager."""
-    with hf.CheckpointManager(place) as first:
-        for step in (1, 2, 3):
-            first.save(step, tree(step))
-    here = as_location(place)
-    (here / "2" / "checkpoint.json").rename("checkpoint.deleted")
-    for path in ("4/checkpoint.partial", "4/state/d/0", "3/checkpoint.partial"):
-        (here / path).parent.make_directory()
-        (here / path).write_bytes(b'{"format": "holdfast", "folders": ["state.0"]}')
-    (here / "3" / "state.0").make_directory()
-    (here / "3" / "state.0" / "tree.json").write_bytes(b"half")
-    reader = hf.CheckpointManager(place, options=hf.CheckpointManagerOptions(read_only=True))
-    results: list[Any] = [reader.all_steps(), [s.step for s in hf.list_checkpoints(place)]]
-    assert results[0] == [1, 3]
-    with hf.CheckpointManager(place) as second:
-        second.acquire()
-        results += [second.all_steps(), second.restore(3)]
-        results.append([entry.name for entry in (here / "3").entries()])
-        second.save(2, tree(20))
-        second.save(4, tree(40))
-        results.append(second.restore(4))
-    return results
-
-
-def damage(place: str) -> list[Any]:
-    """Damaged steps are passed over alike."""
-    with hf.CheckpointManager(place) as first:
-        for step in range(1, 6):
-            first.save(step, tree(step))
-    here = as_location(place)
-    (here / "5" / "checkpoint.json").write_bytes(b"{")
-    (here / "4" / "state" / "manifest.ocdbt").remove()
-    folder = here / "3" / "state" / "d"
-    [name] = [entry.name for entry in folder.entries() if entry.name != "index"]
-    (folder / name).write_bytes((folder / name).read_bytes()[:100])
-    (here / "2" / "checkpoint.json").remove()
-    with hf.CheckpointManager(place) as second:
-        restored = second.restore_latest()
-        assert restored is not None
-        assert restored.step == 1
-        results: list[Any] = [[step for step, _ in restored.skipped], second.all_steps()]
-        for step in (3, 4, 5):
-            second.save(step, tree(10 * step), force=True)
-        results += [second.restore(5), second.all_steps(), hf.verify(place).ok]
-    return results
-
-
 SCENARIOS: dict[str, Callable[[str], list[Any]]] = {
     "save_and_load": save_and_load,
     "checkpointers": checkpointers,
     "manager": manager,
-    "leftovers": leftovers,
-    "damage": damage,
 }
 
 
@@ -181,10 +131,6 @@ def files_of(stored: Any, short: Any, place: str) -> list[str]:
     """The paths below a place, without the parts of names that are new each time, and what only disks have."""
     found = (re.sub(r"\.[0-9a-f]{8}(?=/)", ".*", short(path)) for path in stored(place).read())
     return sorted(path for path in found if path != "events.jsonl")
-
-
-# Two read the folders of items, which have new names for every save in object stores.
-IN_STORES = [name for name in SCENARIOS if name not in ("damage", "leftovers")]
 
 
 @pytest.fixture(scope="session")
@@ -198,7 +144,7 @@ def test_memory_is_the_same_as_a_disk(name: str, place: str, tmp_path: Path, sto
     assert files_of(stored, short, place) == files_of(stored, short, str(tmp_path))
 
 
-@pytest.mark.parametrize("name", IN_STORES)
+@pytest.mark.parametrize("name", SCENARIOS)
 def test_a_store_is_the_same_as_a_disk(store: Store, name: str, on_a_disk: Callable[[str], list[Any]]) -> None:
     assert_same(SCENARIOS[name](f"{store.url}/a run"), on_a_disk(name))
 

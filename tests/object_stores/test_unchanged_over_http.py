@@ -82,8 +82,9 @@ def test_a_run_in_a_bucket(store: Store) -> None:
 
 def test_no_object_is_copied_from_the_step_before(store: Store, tmp_path: Path) -> None:
     """One that is damaged unseen must not take the newest step and the one to fall back to; with one step, none is."""
-    far = {"mirror": hf.Mirror(f"{store.url}/mirror", save_interval_steps=2, max_to_keep=9)}
-    for name, options in [("run", {"max_to_keep": 3}), ("one", {"max_to_keep": 1}), ("mirror", far)]:
+    far: dict[str, Any] = {"mirror": hf.Mirror(f"{store.url}/mirror", save_interval_steps=2, max_to_keep=9)}
+    cases: dict[str, dict[str, Any]] = {"run": {"max_to_keep": 3}, "one": {"max_to_keep": 1}, "mirror": far}
+    for name, options in cases.items():
         store.server.log.clear()
         with manager(tmp_path / "run" if options is far else f"{store.url}/{name}", **options) as run:
             for step in range(9):

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import subprocess
 import threading
 from functools import partial
 from itertools import pairwise
@@ -237,24 +236,6 @@ def test_a_full_disk_is_noticed_before_anything_is_computed(place: Location, mon
     with pytest.raises(StorageFullError, match=r"data: No space left.*free some space"):
         place.write_data(SIZE, [Segment(0, SIZE, parts)])
     assert_nothing_left(place)
-
-
-def test_a_really_full_disk(tmp_path: pathlib.Path) -> None:
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(tmp_path)]
-    try:
-        subprocess.run(mount, check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("may not mount a file system")
-    try:
-        place = as_location(tmp_path) / "data"
-        with pytest.raises(StorageFullError, match="data"):
-            place.write_data(SIZE, segments())
-        with pytest.raises(StorageFullError, match="small"):
-            (place.parent / "small").write_bytes(bytes(8 * MIB))
-        assert place.parent.entries() == []
-        (place.parent / "small").write_bytes(b"fits")
-    finally:
-        subprocess.run(["umount", str(tmp_path)], check=True)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)], ids=["interrupt", "exit"])

@@ -1,4 +1,4 @@
-"""File systems beyond the conformance suite: links, pipes, the order of syncs, refusals."""
+"""File systems beyond the conformance suite: links, pipes, refusals; ``tests/checkpoint`` has the order of syncs."""
 
 from __future__ import annotations
 
@@ -29,85 +29,6 @@ if TYPE_CHECKING:
 @pytest.fixture
 def folder(tmp_path: pathlib.Path) -> Location:
     return as_location(tmp_path)
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> list[tuple[str, ...]]:
-    """Records the calls that reach the disk, in order, with paths relative to the test's directory."""
-    seen: list[tuple[str, ...]] = []
-    temporary: dict[str, str] = {}
-
-    def relative(path: Any) -> str:
-        text = os.path.relpath(path, tmp_path)
-        folder, name = os.path.split(text)
-        if name.startswith(".holdfast-"):
-            name = temporary.setdefault(name, "TEMPORARY")
-        return os.path.join(folder, name)
-
-    def record(name: str, describe: Callable[..., tuple[str, ...]]) -> None:
-        real = getattr(os, name)
-
-        def call(*args: Any, **options: Any) -> Any:
-            described = describe(*args)
-            result = real(*args, **options)
-            if (name, *described) != (seen[-1] if seen else None):  # Several blocks of one file count once.
-                seen.append((name, *described))
-            return result
-
-        monkeypatch.setattr(os, name, call)
-
-    def of_descriptor(descriptor: int, *_: Any) -> tuple[str, ...]:
-        return (relative(os.readlink(f"/proc/self/fd/{descriptor}")),)
-
-    def of_path(*paths: Any) -> tuple[str, ...]:
-        return tuple(relative(path) for path in paths[:2] if isinstance(path, str))
-
-    for name in ("fsync", "pwrite", "ftruncate"):
-        record(name, of_descriptor)
-    for name in ("replace", "rename", "mkdir"):
-        record(name, of_path)
-    return seen
-
-
-ONES = [Segment(0, 5000, lambda: iter([np.ones(5000, np.uint8)]))]
-
-ORDERS: dict[str, tuple[Callable[[Location], object], list[tuple[str, ...]]]] = {
-    "an atomic write syncs the file, then the directory": (
-        lambda folder: (folder / "record").write_bytes(b"content"),
-        [("fsync", "TEMPORARY"), ("replace", "TEMPORARY", "record"), ("fsync", ".")],
-    ),
-    "a plain write syncs the file": (
-        lambda folder: (folder / "record").write_bytes(b"content", atomic=False),
-        [("fsync", "record")],
-    ),
-    "data is synced last": (
-        lambda folder: (folder / "data").write_data(5000, ONES),
-        [("ftruncate", "data"), ("pwrite", "data"), ("fsync", "data")],
-    ),
-    "new directories are synced into their parents": (
-        lambda folder: (folder / "a" / "b").make_directory(),
-        [("mkdir", "a"), ("fsync", "."), ("mkdir", "a/b"), ("fsync", "a")],
-    ),
-    "directories that are there need nothing": (lambda folder: (folder / "old").make_directory(), []),
-    "a directory is not synced where that is not asked for": (
-        lambda folder: (folder / "old" / "c").make_directory(sync=False),
-        [("mkdir", "old/c")],
-    ),
-    "a rename syncs the parent": (
-        lambda folder: (folder / "old").rename("new"),
-        [("rename", "old", "new"), ("fsync", ".")],
-    ),
-}
-
-
-@pytest.mark.parametrize(("act", "expected"), ORDERS.values(), ids=ORDERS)
-def test_what_reaches_the_disk_in_which_order(
-    folder: Location, calls: list[tuple[str, ...]], act: Callable[[Location], object], expected: list[tuple[str, ...]]
-) -> None:
-    (folder / "old").make_directory(sync=False)
-    calls.clear()
-    act(folder)
-    assert calls == expected
 
 
 @pytest.mark.parametrize("stage", ["fsync", "replace"])

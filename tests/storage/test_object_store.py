@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import tensorstore
 
-from holdfast.engine.errors import DamagedCheckpointError, ObjectNotFoundError
-from holdfast.engine.storage import Location, Segment, as_location
-from holdfast.engine.storage.folders import MemoryBackend
+from holdfast.engine.errors import ObjectNotFoundError
+from holdfast.engine.storage import Location, as_location
 from holdfast.integrations.formats.orbax.arrays import directory_spec
 
 
@@ -79,41 +77,6 @@ def test_an_object_may_also_be_a_prefix(root: Location) -> None:
     assert (root / "moved" / "below").read_bytes() == b"deeper"
     (root / "moved").remove_tree()
     assert root.entries() == []
-
-
-@pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> list[slice | None]:
-    """Records every read, and refuses ranges that do not start at 0 or end behind the object, as some servers do."""
-    seen: list[slice | None] = []
-    real = MemoryBackend.read_range
-
-    def read_range(self: MemoryBackend, key: str, byte_range: slice | None) -> bytes:
-        seen.append(byte_range)
-        if byte_range is not None and (byte_range.start > 0 or byte_range.stop > len(self.files[key])):
-            raise DamagedCheckpointError(f"cannot read {key}: OUT_OF_RANGE")
-        return real(self, key, byte_range)
-
-    monkeypatch.setattr(MemoryBackend, "read_range", read_range)
-    return seen
-
-
-def test_without_ranges_the_object_is_read_once(root: Location, reads: list[slice | None]) -> None:
-    data = np.arange(10_000, dtype=np.uint32).view(np.uint8)
-    (root / "data").write_data(data.size, [Segment(0, data.size, lambda: iter([data]))])
-    with (root / "data").open_data() as reader:
-        for offset in (100, 200, 0, 39_999):
-            assert reader.read(offset, 1)[0] == data[offset]
-        with pytest.raises(DamagedCheckpointError, match="40000 bytes"):
-            reader.read(39_999, 2)
-    assert reads.count(None) == 1
-
-
-def test_without_ranges_long_objects_are_still_refused(root: Location, reads: list[slice | None]) -> None:
-    (root / "object").write_bytes(bytes(100))
-    with pytest.raises(DamagedCheckpointError, match="longer than the limit of 99 bytes"):
-        (root / "object").read_bytes(99)
-    assert (root / "object").read_bytes(100) == bytes(100)
-    assert reads == [slice(0, 100), None, slice(0, 101), None, None], "the start, the length, the object"
 
 
 def test_an_object_that_vanishes_while_it_is_open(root: Location) -> None:
