@@ -286,27 +286,6 @@ def test_few_threads_write_beside_a_loop(place: Location) -> None:
         assert len(writers) + 1 == (local_storage.THREADS if awaited else local_storage.THREADS_BESIDE)
 
 
-def test_one_error_stops_the_other_threads(place: Location) -> None:
-    barrier = threading.Barrier(2)
-    taken = []
-
-    def fails() -> Iterator[NDArray[np.uint8]]:
-        barrier.wait(20)
-        raise LookupError("no such leaf")
-        yield DATA  # Makes this a generator.
-
-    def long() -> Iterator[NDArray[np.uint8]]:
-        barrier.wait(20)
-        for at in range(0, 8 * MIB, 64):
-            taken.append(at)
-            yield DATA[at : at + 64]
-
-    with pytest.raises(LookupError, match="no such leaf"):
-        place.write_data(16 * MIB, [Segment(0, 4096, fails), Segment(8 * MIB, 8 * MIB, long)])
-    assert len(taken) < 8 * MIB // 64
-    assert_nothing_left(place)
-
-
 def test_a_file_that_shrinks_while_it_is_open(place: Location) -> None:
     place.write_data(SIZE, segments())
     with place.open_data() as reader:

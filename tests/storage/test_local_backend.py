@@ -31,17 +31,6 @@ def folder(tmp_path: pathlib.Path) -> Location:
     return as_location(tmp_path)
 
 
-@pytest.mark.parametrize("stage", ["fsync", "replace"])
-def test_a_failed_atomic_write_keeps_the_old(folder: Location, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
-    (folder / "record").write_bytes(b"old")
-    with monkeypatch.context() as patch:
-        patch.setattr(os, stage, Mock(side_effect=OSError(errno.EIO, "Input/output error")))
-        with pytest.raises(StorageError, match="record: Input/output error"):
-            (folder / "record").write_bytes(b"new")
-    assert (folder / "record").read_bytes() == b"old"
-    assert [entry.name for entry in folder.entries()] == ["record"]
-
-
 def test_a_directory_that_cannot_be_synced_is_fine(folder: Location, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ObjectNotFoundError, match="missing"):
         (folder / "missing").sync_directory()
@@ -76,24 +65,6 @@ def test_links_are_followed_by_reads_alone(folder: Location, outside: pathlib.Pa
     assert folder.entries() == []
     assert (outside / "precious").read_text() == "content"
     assert (outside / "below" / "precious").read_text() == "content"
-
-
-def test_the_named_file_is_deleted_last(folder: Location, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("a", "marker", "z", "sub/marker"):
-        (folder / "step" / name).parent.make_directory()
-        (folder / "step" / name).write_bytes(b"1")
-    order: list[str] = []
-    real = os.unlink
-
-    def unlink(path: Any, **options: Any) -> None:
-        order.append(os.fspath(path))
-        real(path, **options)
-
-    monkeypatch.setattr(os, "unlink", unlink)
-    (folder / "step").remove_tree(last="marker")
-    assert order[-1] == str(folder / "step" / "marker")
-    assert len(order) == 4
-    assert not (folder / "step").exists()
 
 
 def test_two_may_delete_the_same_tree(folder: Location) -> None:
