@@ -21,7 +21,7 @@ from tests.starts import run
 import holdfast as hf
 from holdfast.cli.drill.findings import Causes, Report, StepDifference, Trace, kind_of_state
 from holdfast.cli.drill.interruptions import KINDS, DrillOptions, Interruption, choose, places_to_save
-from holdfast.engine.fingerprints import STATELESS, Fact, facts
+from holdfast.engine.fingerprints import STATELESS, Fact, Kind, facts
 from holdfast.engine.sources import LeafDifference
 
 pytestmark = pytest.mark.xdist_group("programs")
@@ -123,7 +123,7 @@ def test_arguments_that_are_refused(cli: Cli, arguments: list[str], said: str) -
     assert said in cli.error("drill", *arguments, "--", "true", status=2)
 
 
-def named(*names: str, kind: str = "value", where: str = "train.py") -> dict[str, Fact]:
+def named(*names: str, kind: Kind = "value", where: str = "train.py") -> dict[str, Fact]:
     return {name: Fact(kind, "float", where, "1") for name in names}
 
 
