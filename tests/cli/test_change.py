@@ -85,8 +85,11 @@ def better(metrics: dict[str, float]) -> float:
         ({"best_fn": better}, ("--keep-latest", "1", "--best-fn", "loss", "--best-mode", "min"), [1, 5]),
         ({"best_fn": better}, (), "a function in its program, better"),
         ({}, ("--only",), "--only needs a rule"),
-        ({}, ("--best-fn", "lost", "--best-mode", "min"), "no checkpoint has the metric lost"),
-        ({}, ("--best-fn", "lost", "--best-mode", "min"), "the metrics are: loss"),
+        (
+            {},
+            ("--best-fn", "lost", "--best-mode", "min"),
+            "no checkpoint has the metric lost, so none is the best, and nothing was deleted; the metrics are: loss",
+        ),
     ],
 )
 def test_rules_that_are_not_given_are_those_of_the_run(

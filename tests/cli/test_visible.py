@@ -117,14 +117,9 @@ def test_passwords_in_addresses_are_not_repeated(address: str, capsys: pytest.Ca
         hf.load(address)
     assert "secret" not in str(caught.value)
     assert "***" in str(caught.value)
-    for make in (
-        lambda: hf.CheckpointManagerOptions(mirror=address),
-        lambda: hf.Local(address, every=2),
-        lambda: hf.CheckpointCallback("/nowhere/else", init_from=address),
-    ):
-        with pytest.raises((hf.errors.OptionError, hf.errors.InvalidLocationError)) as refused:
-            make()
-        assert "secret" not in "".join(traceback.format_exception(refused.value))
+    with pytest.raises((hf.errors.OptionError, hf.errors.InvalidLocationError)) as refused:
+        hf.CheckpointCallback("/nowhere/else", init_from=address)
+    assert "secret" not in "".join(traceback.format_exception(refused.value))
     for words in (["ls", address], ["cp", address, "/nowhere/else"], ["ls", "--json", address]):
         assert main(words) == 2
         said = capsys.readouterr()
