@@ -144,7 +144,8 @@ def test_export_refuses(cli: Cli, run: Path, monkeypatch: pytest.MonkeyPatch, ar
     monkeypatch.chdir(run.parent)
     Path("there.safetensors").touch()
     assert EXPORT_ERRORS[arguments] in cli.error("export", run, *arguments.split(), status=2)
-    cli.output("export", run, "there.safetensors", "--overwrite")
+    if "--overwrite" in EXPORT_ERRORS[arguments]:
+        cli.output("export", run, *arguments.split(), "--overwrite")
 
 
 def test_export_asks_for_an_item(cli: Cli, tmp_path: Path) -> None:
