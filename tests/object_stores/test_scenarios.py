@@ -156,13 +156,6 @@ def test_a_server_of_others_is_the_same_as_a_disk(
     assert_same(SCENARIOS[name](rclone), on_a_disk(name))
 
 
-def test_places_may_be_locations_paths_and_urls(tmp_path: Path, place: str) -> None:
-    hf.save(tmp_path / "a", 1)
-    hf.save(f"file://{tmp_path}/b", 2)
-    hf.save(as_location(place) / "c", 3)
-    assert [hf.load(one) for one in (str(tmp_path / "a"), tmp_path / "b", f"{place}/c")] == [1, 2, 3]
-
-
 TREE = {"params": {"kernel": np.arange(600, dtype=np.float32)}, "step": 3}
 
 

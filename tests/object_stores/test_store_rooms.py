@@ -1,8 +1,7 @@
-"""Training loops, arrays of other libraries and conversions at the URL of a store."""
+"""Arrays of other libraries, and conversions, at the URL of a store."""
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import numpy as np
@@ -10,28 +9,6 @@ import pytest
 from tests.object_stores.conftest import Store
 
 import holdfast as hf
-
-
-def test_a_flax_loop(store: Store, caplog: pytest.LogCaptureFixture) -> None:
-    jnp = pytest.importorskip("jax.numpy")
-    from holdfast.integrations.flax import CheckpointCallback
-
-    def run(last: int) -> tuple[dict[str, Any], int]:
-        state = {"w": jnp.zeros(100), "step": 0}
-        with CheckpointCallback(f"{store.url}/flax", save_interval_steps=2, max_to_keep=2) as callback:
-            state, start = callback.restore_or_initialize(state)
-            for step in range(start, last):
-                state = {"w": state["w"] + step, "step": step + 1}
-                callback.on_step(step + 1, state)
-        return state, start
-
-    assert run(5)[1] == 0
-    state, start = run(9)
-    assert start >= 4
-    assert float(state["w"][0]) == sum(range(9))
-    store.server.fail(".", times=1000, answer=store.server.error(403, "AccessDenied"))
-    with caplog.at_level(logging.ERROR), pytest.raises(hf.errors.StoragePermissionError, match="credentials"):
-        run(12)
 
 
 def test_arrays_of_others(store: Store) -> None:

@@ -211,19 +211,6 @@ def test_urls_of_this_process(tmp_path: pathlib.Path) -> None:
     assert re.match(r"memory\+[0-9a-f]{8}://runs/x", url_of(locked))
 
 
-def test_a_file_system_is_described_once() -> None:
-    """It may take long to pickle."""
-    pickled: list[object] = []
-
-    class Slow(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
-        def __reduce__(self) -> Any:
-            pickled.append(self)
-            return super().__reduce__()
-
-    assert url_of(Slow(skip_instance_cache=True))
-    assert len(pickled) == 1
-
-
 class Home(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
     """Relative paths count from a home, as those of SFTP do."""
 
