@@ -89,6 +89,14 @@ def value_of(url: str) -> int | None:
     return value
 
 
+def wait_for_mirror(run: hf.CheckpointManager, step: int) -> None:
+    """Waits until the mirror of a run has a step."""
+    mirror = run._mirror
+    assert mirror is not None
+    with mirror._wake:
+        assert mirror._wake.wait_for(lambda: mirror.status().step == step, 60)
+
+
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets a request that gets no answer be given up soon."""

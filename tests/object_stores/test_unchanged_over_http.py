@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from tests.equality import assert_same
 from tests.events import heard
-from tests.object_stores.conftest import Store
+from tests.object_stores.conftest import Store, wait_for_mirror
 from tests.object_stores.store_server import Answer, Request
 
 import holdfast as hf
@@ -99,13 +99,6 @@ def test_no_object_is_copied_from_the_step_before(store: Store, tmp_path: Path) 
 def steps_of(what: str) -> set[int]:
     """Return the steps of the objects that a request names, by their keys: ``run/4/state/d/...``."""
     return {int(step) for step in re.findall(r"(?:run|one|mirror)/(\d+)/", what)}
-
-
-def wait_for_mirror(run: hf.CheckpointManager, step: int) -> None:
-    mirror = run._mirror
-    assert mirror is not None
-    with mirror._wake:
-        assert mirror._wake.wait_for(lambda: mirror.status().step == step, 30)
 
 
 TROUBLE: dict[str, Callable[[Store], object]] = {

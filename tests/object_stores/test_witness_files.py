@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.object_stores.conftest import Store
+from tests.object_stores.conftest import Store, wait_for_mirror
 
 import holdfast as hf
 from holdfast.cli.main import main
@@ -155,10 +155,7 @@ def test_a_step_in_the_mirror_gets_what_was_recorded_since(tmp_path: Path, place
             checkpoint.on_step(step, state)
             if step % 4 == 0:
                 checkpoint.manager.wait_until_finished()
-                mirror = checkpoint.manager._mirror
-                assert mirror is not None
-                with mirror._wake:
-                    assert mirror._wake.wait_for(lambda: mirror.status().step == step, 60)  # noqa: B023 - called at once
+                wait_for_mirror(checkpoint.manager, step)
                 assert ks(witness(place, step)) == [0]
     assert [ks(witness(place, step)) for step in (4, 8)] == [[0, 1, 2, 4], [0, 1, 2]]
 
