@@ -105,6 +105,9 @@ class Recorder(lightning.Callback):
         if self.signal_after == trainer.global_step:
             os.kill(os.getpid(), signal.SIGTERM)
 
+    def on_sanity_check_start(self, *args: Any) -> None:
+        self.events.append(("sanity check", 0))
+
     def on_validation_batch_start(self, trainer: Any, module: Any, batch: Any, index: int, *args: Any) -> None:
         if self.signal_in_validation_after == trainer.global_step and not trainer.sanity_checking and index == 0:
             self.signal_in_validation_after = None

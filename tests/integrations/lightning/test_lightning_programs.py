@@ -17,14 +17,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers.logger import DummyLogger
 from tests.integrations.lightning import program
 from tests.integrations.lightning.program import new_directory
-from tests.sweep.lightning_programs import FINETUNING
 from tests.sweep.lightning_runs import Interruption, Program
 from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast as hf
-from holdfast.integrations.lightning import CheckpointCallback
-from holdfast.integrations.lightning.averages import ModuleSwitches
-from holdfast.integrations.lightning.stopping import Preempted
+from holdfast.integrations.lightning import CheckpointCallback, Preempted
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*configure_optimizers. returned .None"),
@@ -115,6 +112,25 @@ class CountsInSetup(Net):
         return DataLoader(TensorDataset(self.rows()), 2, shuffle=True, num_workers=1)
 
 
+class RowsForWorkers(Net):
+    """Tells the epoch to a dataset that a worker reads, when an epoch begins and with the loader."""
+
+    def train_dataloader(self) -> Any:
+        self.data = ScaledRows(self.rows())
+        self.data.epoch = self.trainer.current_epoch
+        return DataLoader(self.data, 2, num_workers=1)
+
+    def on_train_epoch_start(self) -> None:
+        self.data.epoch = self.trainer.current_epoch
+
+
+class ScaledRows(TensorDataset):
+    epoch = 0
+
+    def __getitem__(self, index: int) -> Any:
+        return [part * (1 + self.epoch) for part in super().__getitem__(index)]
+
+
 class LabelsRows(Net):
     """Makes the rows of an epoch with the weights at its start."""
 
@@ -136,6 +152,25 @@ class Stops(Net):
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         self.trainer.should_stop |= self.trainer.global_step == 5
         return super().training_step(batch, index)
+
+
+class Adversaries(Net):
+    """Updates its parts with an optimizer each, which are two steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        loss = super().training_step(batch, index)
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.body.parameters()), torch.optim.SGD(self.head.parameters(), 0.01, momentum=0.9)
 
 
 class Measures(Net):
@@ -206,6 +241,8 @@ RELOADED = {"reload_dataloaders_every_n_epochs": 1}
         pytest.param([CountsInSetup], (2, 6), {}, id="workers, counted by setup"),
         pytest.param([LabelsRows], (4, 8), RELOADED, id="rows labelled by the model"),
         pytest.param([RowsByEpoch], (4, 6), {"reload_dataloaders_every_n_epochs": 2}, id="rows of every second epoch"),
+        pytest.param([RowsForWorkers], (2, 7), {}, id="workers that know the epoch"),
+        pytest.param([Adversaries], (3, 9, 15), {}, id="two optimizers"),
         pytest.param([Net], (6,), {**BY_STEPS, "val_check_interval": 2}, id="last step, a validation is due"),
         pytest.param([Net], (6,), BY_STEPS, id="last step, the ends are due"),
         pytest.param([Stops], (6,), {"max_epochs": 9}, id="asked to stop"),
@@ -230,6 +267,12 @@ def test_a_program_that_is_stopped_ends_as_one_that_is_not(
     assert fit(directory, kinds[0], 9, **options).seen == []  # Nothing is left to do.
     assert weights(last) == weights(whole)
     torch.testing.assert_close(last.trainer.callback_metrics, whole.trainer.callback_metrics, rtol=0, atol=0)
+
+
+def test_an_interval_is_over_at_the_first_step_after_it() -> None:
+    directory = new_directory()
+    fit(directory, Adversaries, callbacks=[CheckpointCallback(directory, save_interval_steps=3)])
+    assert [entry.step for entry in hf.list_checkpoints(directory)] == [4, 6, 10, 12, 16, 18, 22, 24]
 
 
 def test_a_run_that_was_asked_to_stop_says_how_it_continues(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -425,27 +468,17 @@ def test_batches_are_steps_where_no_optimizer_of_lightning_steps(
 # ---- what a program switches while it trains, such as frozen parameters
 
 
-SETUPS = [name for name in FINETUNING if "EMA" not in name and not FINETUNING[name].refused]
-SOME = {
-    "BackboneFinetuning without batch norm": (7,),
-    "BaseFinetuning, in two stages": (12,),
-    "modes by hand": (7,),
-}
-
-
-@pytest.mark.parametrize("setup", SETUPS)
-def test_after_the_unfreeze(setup: str, every: bool) -> None:
-    if not every and setup not in SOME:
-        return
-    whole = Program(new_directory(), setup, "shuffled")
+@pytest.mark.parametrize(
+    ("setup", "step"),
+    [("BackboneFinetuning without batch norm", 7), ("BaseFinetuning, in two stages", 12), ("modes by hand", 7)],
+)
+def test_after_the_unfreeze(setup: str, step: int) -> None:
+    whole, directory = Program(new_directory(), setup, "shuffled"), new_directory()
     whole.fit()
-    last = whole.trainer.global_step
-    for step in range(1, last) if every else SOME[setup]:
-        directory = new_directory()
-        assert Program(directory, setup, "shuffled", every=step).fit(Interruption("error", step)) == 1
-        resumed = Program(directory, setup, "shuffled", seed=2)
-        resumed.fit()
-        assert resumed.final() == whole.final(), f"interrupted after step {step}"
+    assert Program(directory, setup, "shuffled", every=step).fit(Interruption("error", step)) == 1
+    resumed = Program(directory, setup, "shuffled", seed=2)
+    resumed.fit()
+    assert resumed.final() == whole.final()
 
 
 def test_a_group_that_only_training_adds_is_refused() -> None:
@@ -455,27 +488,31 @@ def test_a_group_that_only_training_adds_is_refused() -> None:
         Program(directory, "parameter group by hand", "shuffled").fit()
 
 
+class Switches(Net):
+    """Trains its first layer, and sets its norm to evaluation, from step 2 on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body[0].requires_grad_(requires_grad=False)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.trainer.global_step == 2:
+            self.body[0].requires_grad_(requires_grad=True)
+            self.body[1].eval()
+
+
+class FrozenByHand(Switches):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.requires_grad_(requires_grad=False)
+
+
 def test_what_an_author_changes_between_two_starts_stays() -> None:
-    def started() -> tuple[torch.nn.Sequential, ModuleSwitches]:
-        module = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.BatchNorm1d(1), torch.nn.Linear(1, 1))
-        module[0].requires_grad_(requires_grad=False)
-        return module, ModuleSwitches(module)
-
-    first, switches = started()
-    assert switches.switched() == ""
-    first[0].requires_grad_(requires_grad=True)
-    first[1].eval()
-    saved = switches.switched()
-
-    second, switches = started()
-    second[2].requires_grad_(requires_grad=False)  # by hand, before it is resumed
-    switches = ModuleSwitches(second)
-    switches.restore(saved)
-    assert [parameter.requires_grad for parameter in second.parameters()] == [True] * 4 + [False] * 2
-    assert [part.training for part in second] == [True, False, True]
-    assert switches.switched() == saved
-
-    # Fitted once more in the same process, which begins with everything switched: a third process needs it all.
-    switches = ModuleSwitches(second)
-    switches.restore(saved)
-    assert switches.switched() == saved
+    """The third process begins with everything that the first one has switched, too."""
+    directory, made = new_directory(), list[Any]()
+    for turn, (kind, stop) in enumerate([(Switches, 3), (FrozenByHand, 5), (FrozenByHand, 7)]):
+        with pytest.raises(Preempted):
+            fit(directory, kind, turn, stop, made)
+    trained = [[one.requires_grad for one in net.parameters()] for net in made]
+    assert trained == [[True] * 6, *[[True] * 4 + [False] * 2] * 2]
+    assert [[part.training for part in net.body] for net in made] == [[True, False, True]] * 3
