@@ -18,7 +18,6 @@ from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnect
 from tests.integrations.lightning import program
 from tests.integrations.lightning.program import new_directory
 from tests.sweep.cases import NEVER as NO_SAVE
-from tests.sweep.lightning_programs import AVERAGES, SETUPS
 from tests.sweep.lightning_runs import Interruption, Program
 
 import holdfast as hf
@@ -69,24 +68,9 @@ def test_killed_twice(
     assert result["first_step"] in ({saved - 1, saved} if killed else {saved})
 
 
-def test_a_loader_with_workers(run_process: Callable[..., tuple[int, Any, str]], tmp_path: Path, every: bool) -> None:
-    options = {"loader": "workers", "checkpoint": NEVER}
-    _, whole, _ = run_process(tmp_path / "whole", **options)
-    for step in (2, 4, 5, 7, 9, 10) if every else (2, 5, 9):
-        directory = tmp_path / str(step)
-        status, _, said = run_process(directory, signal_after=step - 1, **options)
-        assert status == 143, said
-        status, resumed, said = run_process(directory, seed=step, **options)
-        assert (status, resumed["first_step"]) == (0, step), said
-        assert resumed["final"] == whole["final"]
-        # The validation after the last step of an epoch is left to the run that continues.
-        assert resumed["events"] == [event for event in whole["events"] if event[1] >= step]
-
-
 @pytest.mark.parametrize(
     ("sent", "options", "status", "saved"),
     [
-        pytest.param({"after": 6}, {"checkpoint": NEVER}, 143, {7: "preempted"}, id="SIGTERM"),
         pytest.param(
             {"number": signal.SIGUSR1, "after": 3},
             {"checkpoint": {**NEVER, "signals": ["SIGUSR1"]}},
@@ -187,20 +171,16 @@ def test_training_in_another_thread(caplog: pytest.LogCaptureFixture) -> None:
 # ---- a validation: it is left at once, and a save comes before it
 
 
-IN_FIRST, IN_SECOND, BEFORE = (
-    ("signal in validation", 0),
-    ("signal in validation", 1),
-    ("signal before validation", 0),
-)
+IN_SECOND = Interruption("signal in validation", 5, 1)
 CASES = {
     "EMA": IN_SECOND,
-    "EMA, validation within epochs": BEFORE,
-    "EMA, accumulation": IN_FIRST,
-    "swap by hand": IN_FIRST,
-    "swap by the module": IN_SECOND,
+    "EMA, validation within epochs": Interruption("signal before validation", 3),
+    "EMA, accumulation": Interruption("signal in validation", 3),
+    "swap by hand": Interruption("signal in validation", 3),
+    "swap by the module": Interruption("signal in validation", 3, 1),
     "moved and returned": IN_SECOND,
-    "counts validation batches": IN_FIRST,
-    "validation within epochs": IN_FIRST,
+    "counts validation batches": Interruption("signal in validation", 3),
+    "validation within epochs": Interruption("signal in validation", 3),
 }
 
 
@@ -218,45 +198,31 @@ def check(setup: str, *interruptions: Interruption) -> list[Program]:
         parts.append(Program(directory, setup, "shuffled", seed=seed, every=every))
         assert parts[-1].fit(interruption) == (None if interruption is None else 143)
     assert parts[-1].final() == whole.final()
-    assert {key: value for part in parts for key, value in part.recorder.events.items()} == whole.recorder.events
+    events = whole.recorder.events
+    assert {key: value for part in parts for key, value in part.recorder.events.items()} == events
+    manager = parts[-1].trainer.checkpoint_callback.manager
+    for step in {step for what, step in events if what == "validation"} & {*manager.all_steps()}:
+        assert manager.metrics(step)["val_loss"] == events["validation", step][0]
     return parts
 
 
-def _case(setup: str) -> Any:
-    needs_newer = pytest.mark.needs("lightning", "2.6")
-    return pytest.param(setup, marks=[needs_newer] if "EMA" in setup or setup == "WeightAveraging" else [], id=setup)
-
-
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("setup", [_case(name) for name in CASES])
+@pytest.mark.parametrize(
+    "setup",
+    [pytest.param(name, marks=pytest.mark.needs("lightning", "2.6") if "EMA" in name else []) for name in CASES],
+)
 def test_left_in_a_validation(setup: str) -> None:
-    kind, batch = CASES[setup]
-    step = 3 if "accumulate_grad_batches" in SETUPS[setup].trainer or _is_within(setup) else 5
-    check(setup, Interruption(kind, step, batch))
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("setup", [_case(name) for name in [*AVERAGES, "validation within epochs"]])
-def test_left_in_any_validation(setup: str) -> None:
-    steps = (3, 8) if _is_within(setup) else (3, 6) if "accumulation" in setup else (5, 10)
-    for step in steps:
-        for kind, batch in (IN_FIRST, IN_SECOND, BEFORE):
-            check(setup, Interruption(kind, step, batch))
-
-
-def _is_within(setup: str) -> bool:
-    return "val_check_interval" in SETUPS[setup].trainer
+    check(setup, CASES[setup])
 
 
 @pytest.mark.needs("lightning", "2.6")
 def test_left_twice_in_the_same_validation() -> None:
-    in_validation = Interruption("signal in validation", 5, 1)
-    check("EMA", in_validation, in_validation)
+    check("EMA", IN_SECOND, IN_SECOND)
 
 
 def test_a_validation_is_left_with_its_first_batch(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "holdfast"):
-        first, _ = check("counts validation batches", Interruption("signal in validation", 3, 0))
+        first, _ = check("counts validation batches", CASES["counts validation batches"])
     assert "preempted during validation after step 3, which is not saved: the run resumes from step 2" in caplog.text
     assert first.recorder.validations == []
 
@@ -353,17 +319,10 @@ def test_nothing_more_is_saved(
 
 @pytest.mark.parametrize(("stop", "first", "saved"), [(5, 4, 1000), (5, 4, 3), (7, 6, 1000), (7, 7, 7)])
 def test_a_run_resumes_from_its_local_steps(tmp_path: Path, stop: int, first: int, saved: int) -> None:
-    whole = program.run(new_directory(), checkpoint={"save_interval_steps": 1000, "save_at_end": False})
-    directory = new_directory()
+    whole, directory = program.run(new_directory(), checkpoint=NEVER), new_directory()
     local = hf.Local(tmp_path / "memory", every=2, copies=0)
-    checkpoint = {"save_interval_steps": saved, "save_at_end": False, "local": local}
+    checkpoint = {**NEVER, "save_interval_steps": saved, "local": local}
     program.interrupt(directory, stop, checkpoint=checkpoint)
     resumed = program.run(directory, seed=2, checkpoint=checkpoint)
     assert resumed.recorder.first_step == first
     assert resumed.final == whole.final
-
-
-def test_local_steps_of_another_run_do_not_count(tmp_path: Path) -> None:
-    checkpoint = {"save_at_end": False, "local": hf.Local(tmp_path / "memory", every=2, copies=0)}
-    program.interrupt(new_directory(), 5, checkpoint=checkpoint)
-    assert program.run(new_directory(), checkpoint=checkpoint).recorder.first_step == 0
