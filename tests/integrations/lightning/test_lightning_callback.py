@@ -22,6 +22,7 @@ import torch
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.tuner.tuning import Tuner
+from tests.equality import assert_same
 from tests.integrations.lightning import program
 from tests.integrations.lightning.program import new_directory
 from tests.logs import unconfigure
@@ -33,26 +34,33 @@ from holdfast.integrations.lightning import CheckpointCallback, load_checkpoint
 BY_LOSS = {"best_fn": "val_loss", "best_mode": "min"}
 
 
-def weights(path: str) -> Any:
-    return hf.load(path, select="state_dict/head.weight")["state_dict"]["head.weight"]
-
-
 # ---- what is on disk
 
 
-def test_every_parameter_is_listed_by_name(tmp_path: Path) -> None:
-    directory = tmp_path / "run"
-    outcome = program.run(str(directory), checkpoint={"save_interval_steps": 5}, max_epochs=1)
-    leaves = {leaf.path: leaf for leaf in hf.describe(directory, 5)}
-    for name, value in outcome.model.state_dict().items():
+def test_a_checkpoint_is_what_lightning_has_and_reads_without_torch(tmp_path: Path) -> None:
+    outcome = program.run(str(tmp_path), checkpoint={"save_interval_steps": 5}, max_epochs=1, facts={"width": 3})
+    weights = outcome.model.state_dict()
+    leaves = {leaf.path: leaf for leaf in hf.describe(tmp_path, 5)}
+    assert list(leaves)[: len(weights)] == [f"state_dict/{name}" for name in weights]
+    for index, (name, value) in enumerate(outcome.model.named_parameters()):
         assert leaves[f"state_dict/{name}"].shape == tuple(value.shape)
-    parameters = list(outcome.model.parameters())
-    for index, parameter in enumerate(parameters):
-        assert leaves[f"optimizer_states/0/state/{index}/exp_avg"].shape == tuple(parameter.shape)
-    assert list(leaves)[: len(outcome.model.state_dict())] == [
-        f"state_dict/{name}" for name in outcome.model.state_dict()
-    ]
-    assert hf.verify(directory).ok
+        assert leaves[f"optimizer_states/0/state/{index}/exp_avg"].shape == tuple(value.shape)
+    assert hf.verify(tmp_path).ok
+
+    checkpoint = load_checkpoint(tmp_path)
+    assert checkpoint["global_step"] == 5
+    assert checkpoint["hyper_parameters"] == {"schedule": "epoch", "width": 3}
+    assert_same(checkpoint["state_dict"], weights)
+    assert checkpoint["state_dict"]._metadata == weights._metadata
+
+    code = (
+        "import sys, holdfast as hf\n"
+        f"tree = hf.load({str(tmp_path)!r})\n"
+        "assert not {'torch', 'lightning', 'jax'} & set(sys.modules)\n"
+        "print(tree['state_dict']['head.weight'].tolist())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == outcome.model.head.weight.tolist()
 
 
 def test_nothing_is_pickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,32 +74,6 @@ def test_nothing_is_pickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert program.run(str(tmp_path), checkpoint={"save_interval_steps": 3}).recorder.first_step == 7
     for file in (path for path in tmp_path.rglob("*") if path.is_file()):
         assert not file.read_bytes().startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"))
-
-
-def test_loads_without_torch(tmp_path: Path) -> None:
-    directory = tmp_path / "run"
-    outcome = program.run(str(directory), max_epochs=1)
-    code = (
-        "import sys, holdfast as hf\n"
-        f"tree = hf.load({str(directory)!r})\n"
-        "assert not {'torch', 'lightning', 'jax'} & set(sys.modules)\n"
-        "print(tree['state_dict']['head.weight'].tolist())"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == outcome.model.head.weight.tolist()
-
-
-def test_load_checkpoint_returns_what_lightning_would() -> None:
-    directory = new_directory()
-    outcome = program.run(directory, max_epochs=1, facts={"width": 3})
-    checkpoint = load_checkpoint(directory)
-    assert checkpoint["global_step"] == 5
-    assert checkpoint["hyper_parameters"] == {"schedule": "epoch", "width": 3}
-    fresh = program.Model()
-    fresh.load_state_dict(checkpoint["state_dict"])
-    for name, value in outcome.model.state_dict().items():
-        assert torch.equal(fresh.state_dict()[name], value)
-    assert checkpoint["state_dict"]._metadata == outcome.model.state_dict()._metadata
 
 
 @pytest.mark.filterwarnings("ignore:Attribute 'loss' is an instance of `nn.Module`")
@@ -133,32 +115,21 @@ def test_what_a_resume_needs_is_never_left_out() -> None:
 # ---- which checkpoint a run begins with
 
 
-def test_explicit_path_wins(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_path_that_is_named_wins(caplog: pytest.LogCaptureFixture) -> None:
     directory = new_directory()
     first = program.run(directory)
-    with caplog.at_level(logging.WARNING, logger="holdfast"):
-        again = program.run(directory, seed=2, ckpt_path=f"{directory}/7")
+    again = program.run(directory, seed=2, ckpt_path=f"{directory}/7")
     assert again.recorder.first_step == 7
     assert again.final == first.final
-    warnings = [record.getMessage() for record in caplog.records if "later steps" in record.getMessage()]
-    assert len(warnings) == 1
-    assert "this run went back to step 7, and later steps are there" in warnings[0]
-
-
-def test_later_steps_are_replaced_after_going_back() -> None:
-    directory = new_directory()
-    program.run(directory, checkpoint={"save_interval_steps": 3})
-    old = weights(f"{directory}/12")
-    program.run(directory, ckpt_path=f"{directory}/3", schedule="step", checkpoint={"save_interval_steps": 2})
-    assert not np.array_equal(weights(f"{directory}/12"), old)
-
-
-def test_another_runs_checkpoint() -> None:
-    there, here = new_directory(), new_directory()
-    first = program.run(there)
-    assert program.run(here, seed=2, ckpt_path=f"{there}/9").recorder.first_step == 9
-    newest = program.run(new_directory(), ckpt_path=there, max_epochs=4)
-    assert newest.recorder.first_step == first.trainer.global_step
+    [told] = [text for text in caplog.messages if "later steps" in text]
+    assert "this run went back to step 7, and later steps are there" in told
+    # Later steps are replaced.
+    other = program.run(directory, ckpt_path=f"{directory}/3", schedule="step")
+    assert_same(load_checkpoint(directory, 15)["state_dict"], other.model.state_dict())
+    assert other.final["model"] != first.final["model"]
+    # It may be of another run.
+    assert program.run(new_directory(), seed=2, ckpt_path=f"{directory}/9").recorder.first_step == 9
+    assert program.run(new_directory(), ckpt_path=directory, max_epochs=4).recorder.first_step == 15
 
 
 def test_lightnings_own_file(tmp_path: Path) -> None:
@@ -194,27 +165,19 @@ def test_checkpoints_are_never_started_over(monkeypatch: pytest.MonkeyPatch) -> 
         program.run(directory)
 
 
-def test_checkpoint_of_something_else() -> None:
-    directory = new_directory()
-    hf.save(f"{directory}/5", {"weights": np.zeros(3)})
-    with pytest.raises(hf.errors.StateError, match="was not saved from a Lightning trainer"):
-        load_checkpoint(f"{directory}/5")
-
-
 # ---- when it saves, what it keeps, what it measures
 
 
 def test_metrics_belong_to_the_step_they_were_measured_at() -> None:
     outcome = program.run(new_directory(), checkpoint={**BY_LOSS, "save_interval_steps": 2})
-    manager = outcome.manager
-    measured = outcome.measured
+    manager, measured = outcome.manager, outcome.measured
     assert manager.all_steps() == [2, 4, 5, 6, 8, 10, 12, 14, 15]
     for step in manager.all_steps():
         metrics = manager.metrics(step)
         assert metrics.get("val_loss") == measured.get(step)
         assert "train_loss_step" in metrics
         assert ("train_loss_epoch" in metrics) == (step in (5, 10, 15))
-    assert manager.best_step() == min((5, 10, 15), key=measured.__getitem__)
+    assert manager.best_step() == outcome.best
 
 
 @pytest.mark.parametrize("stop_after", [None, 9, 11])
@@ -243,14 +206,13 @@ def test_interval_saves_and_a_metric_of_validations(stop_after: int | None) -> N
 def test_metrics_that_come_after_the_save() -> None:
     # The third batch only begins a new accumulation, so the validation after it measures step 1.
     outcome = program.run(new_directory(), accumulate_grad_batches=2, val_check_interval=3, max_epochs=1)
-    manager = outcome.manager
     [event] = [event for event in outcome.recorder.events if event[0] == "validation"]
     assert event[1] == 1
-    assert manager.metrics(1)["val_loss"] == event[2]
+    assert outcome.manager.all_steps() == [1, 2, 3], "steps are those of the optimizer"
+    assert outcome.manager.metrics(1)["val_loss"] == event[2]
     # Training ends within an epoch: its last step is saved before the epoch's means are known.
     outcome = program.run(new_directory(), max_steps=7)
-    manager = outcome.manager
-    assert manager.metrics(7)["train_loss_epoch"] == outcome.recorder.events[-1][2]
+    assert outcome.manager.metrics(7)["train_loss_epoch"] == outcome.recorder.events[-1][2]
 
 
 def test_best() -> None:
@@ -266,36 +228,24 @@ def test_best() -> None:
 
 
 def test_function_of_the_metrics() -> None:
-    ranks = {"best_fn": lambda metrics: metrics["val_loss"] + metrics["train_loss_epoch"], "best_mode": "min"}
-    outcome = program.run(new_directory(), checkpoint={**ranks, "max_to_keep": 2, "save_interval_steps": 5})
+    def score(metrics: Any) -> float:
+        return float(metrics["val_loss"] + metrics["train_loss_epoch"])
+
+    options = {"best_fn": score, "best_mode": "min", "max_to_keep": 2, "save_interval_steps": 5}
+    outcome = program.run(new_directory(), checkpoint=options)
     manager = outcome.manager
-    scores = {
-        step: sum(manager.metrics(step)[name] for name in ("val_loss", "train_loss_epoch"))
-        for step in manager.all_steps()
-    }
-    assert manager.best_step() == min(scores, key=scores.__getitem__)
+    assert manager.best_step() == min(manager.all_steps(), key=lambda step: score(manager.metrics(step)))
     assert outcome.trainer.checkpoint_callback.monitor is None
 
 
-@pytest.mark.parametrize(
-    ("options", "trainer", "steps"),
-    [
-        pytest.param({"save_interval_steps": 4}, {}, [4, 8, 12, 15], id="end of an epoch"),
-        pytest.param({"save_interval_steps": None}, {"max_steps": 7}, [7], id="end within an epoch"),
-        pytest.param({"save_interval_steps": 2}, {"accumulate_grad_batches": 3}, [2, 4, 6], id="optimizer steps"),
-    ],
-)
-def test_saved_and_kept_steps(options: dict[str, Any], trainer: dict[str, Any], steps: list[int]) -> None:
-    outcome = program.run(new_directory(), checkpoint=options, **trainer)
-    assert outcome.manager.all_steps() == steps
-
-
-def test_fast_dev_run_neither_resumes_nor_saves() -> None:
+def test_fast_dev_run_neither_resumes_nor_saves_and_evaluation_does_not_save() -> None:
     directory = new_directory()
-    outcome = program.run(directory, max_epochs=1)
+    callback = CheckpointCallback(directory, save_interval_steps=1)
+    program.trainer(callback).validate(program.Model(), program.validation_loader(), verbose=False)
+    assert (callback.manager.all_steps(), callback.best_model_path) == ([], "")
+    program.run(directory, max_epochs=1)
     dev = program.run(directory, fast_dev_run=True)
     assert dev.recorder.first_step == 0
-    assert outcome.manager.all_steps() == [1, 2, 3, 4, 5]
     assert dev.manager.all_steps() == [1, 2, 3, 4, 5]
 
 
@@ -307,20 +257,13 @@ def test_evaluation_of_a_saved_step(kind: str) -> None:
     directory = new_directory()
     options: dict[str, Any] = {**BY_LOSS, "save_interval_steps": 5}
     outcome = program.run(directory, checkpoint=options, max_epochs=4)
-    trainer, model = outcome.trainer, outcome.model
-    measured = outcome.measured
-    step = outcome.best if kind == "best" else 20
-    loader = program.validation_loader()
-    with torch.no_grad():
-        model.head.weight.zero_()
-    [result] = trainer.validate(model, loader, ckpt_path=kind, verbose=False)
-    assert result["val_loss"] == pytest.approx(measured[step])
-    [result] = trainer.test(model, loader, ckpt_path=kind, verbose=False)
-    assert result["test_loss"] == pytest.approx(measured[step])
-    # and in a process that has not trained
-    callback = CheckpointCallback(directory, **options)
-    [result] = program.trainer(callback).test(program.Model(), loader, ckpt_path=kind, verbose=False)
-    assert result["test_loss"] == pytest.approx(measured[step])
+    expected = pytest.approx(outcome.measured[outcome.best if kind == "best" else 20])
+    torch.nn.init.zeros_(outcome.model.head.weight)
+    alone = program.trainer(CheckpointCallback(directory, **options))  # in a process that has not trained
+    for trainer, model in ((outcome.trainer, outcome.model), (alone, program.Model())):
+        for function, metric in (("validate", "val_loss"), ("test", "test_loss")):
+            [result] = getattr(trainer, function)(model, program.validation_loader(), ckpt_path=kind, verbose=False)
+            assert result[metric] == expected
 
 
 def test_a_program_saves_and_removes_steps_by_its_trainer(tmp_path: Path) -> None:
@@ -335,14 +278,6 @@ def test_a_program_saves_and_removes_steps_by_its_trainer(tmp_path: Path) -> Non
     trainer.save_checkpoint(tmp_path / "own.ckpt")
     trainer.strategy.remove_checkpoint(tmp_path / "own.ckpt")
     assert not (tmp_path / "own.ckpt").exists()
-
-
-def test_evaluation_does_not_save() -> None:
-    directory = new_directory()
-    callback = CheckpointCallback(directory, save_interval_steps=1)
-    program.trainer(callback).validate(program.Model(), program.validation_loader(), verbose=False)
-    assert CheckpointCallback(directory).manager.all_steps() == []
-    assert callback.best_model_path == ""
 
 
 def test_tuner_keeps_its_own_files(tmp_path: Path) -> None:
@@ -448,17 +383,6 @@ def test_both_packages(package: Any) -> None:
     assert trainer.checkpoint_callback.manager.all_steps() == [2, 4, 6, 8, 10]
 
 
-def test_two_callbacks_with_directories_of_their_own() -> None:
-    often, rarely = new_directory(), new_directory()
-    whole = program.run(new_directory())
-    second = CheckpointCallback(rarely, save_interval_steps=5)
-    program.interrupt(often, 7, callbacks=(second,))
-    second = CheckpointCallback(rarely, save_interval_steps=5)
-    resumed = program.run(often, callbacks=(second,), seed=2)
-    assert resumed.final == whole.final
-    assert second.manager.all_steps() == [5, 10, 15]
-
-
 # ---- what it says
 
 
@@ -515,15 +439,3 @@ def test_a_finished_run_is_started_again(caplog: pytest.LogCaptureFixture, end: 
     assert again.trainer.callback_metrics == first.trainer.callback_metrics
     step = first.trainer.global_step
     assert f"nothing left to do after step {step} in {directory}" in caplog.messages
-
-
-def test_a_stopped_run_is_started_again(caplog: pytest.LogCaptureFixture) -> None:
-    class Stops(lightning.pytorch.Callback):
-        def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-            trainer.should_stop = trainer.global_step >= 10
-
-    directory = new_directory()
-    program.run(directory, callbacks=(Stops(),))
-    with caplog.at_level(logging.INFO, logger="holdfast"):
-        program.run(directory, callbacks=(Stops(),))
-    assert f"nothing left to do after step 10 in {directory}; it was asked to stop there" in caplog.text

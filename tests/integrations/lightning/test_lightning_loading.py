@@ -81,6 +81,9 @@ def test_what_cannot_be_loaded() -> None:
 
     with pytest.raises(RuntimeError, match="Unexpected key"):
         load_from_checkpoint(Other, directory)
+    hf.save(f"{directory}/weights", {"weights": torch.zeros(3)})
+    with pytest.raises(hf.errors.StateError, match="was not saved from a Lightning trainer"):
+        load_checkpoint(f"{directory}/weights")
 
 
 def test_a_trainer_without_the_callback(tmp_path: Path) -> None:
