@@ -12,7 +12,6 @@ import logging
 import os
 import random
 import signal
-import socket
 import sys
 import time
 import warnings
@@ -25,6 +24,7 @@ from lightning.pytorch import Callback, Trainer, callbacks
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from tests.endings import run_to_end
 from tests.integrations.lightning import program
+from tests.processes.harness import free_port
 from tests.sweep.lightning_programs import FEATURES
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Replicate
@@ -303,10 +303,7 @@ def launch(directory: str, results: str, count: int, options: dict[str, Any]) ->
         count: How many processes.
         options: Of `fit`.
     """
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
-    children = []
+    port, children = free_port(), []
     for index in range(count):
         child = os.fork()
         if child == 0 and "devices" in options:

@@ -34,33 +34,20 @@ def beside(place: Path) -> ModelCheckpoint:
     return ModelCheckpoint(place, save_last=True, every_n_train_steps=1, save_top_k=1)
 
 
-@pytest.mark.parametrize("resume", [pytest.param("auto", marks=pytest.mark.sweep), "never"])
-def test_a_fresh_run_beside_an_old_last_ckpt(tmp_path: Path, resume: str) -> None:
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+def test_a_file_of_lightning_counts_only_where_it_is_named(tmp_path: Path) -> None:
     program.run(new_directory(), callbacks=(beside(tmp_path),), max_steps=3)
-    assert (tmp_path / "last.ckpt").exists()
-    whole = program.run(new_directory())
-    fresh = program.run(new_directory(), checkpoint={"resume": resume}, callbacks=(beside(tmp_path),))
-    assert fresh.recorder.first_step == 0
-    assert fresh.final == whole.final
-
-
-def test_after_a_kill_only_our_directory_decides(tmp_path: Path) -> None:
-    whole = program.run(new_directory())
-    directory = new_directory()
-    program.interrupt(directory, 8, checkpoint={"save_interval_steps": 3}, callbacks=(beside(tmp_path),))
-    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 8
+    for named, first in (("last", 3), (str(tmp_path / "last.ckpt"), 5)):
+        resumed = program.run(new_directory(), callbacks=(beside(tmp_path),), ckpt_path=named, max_steps=first + 2)
+        assert resumed.recorder.first_step == first
+    # A fresh run does not take it, and neither does one that resumes.
+    directory, checkpoint = new_directory(), {"save_interval_steps": 3, "resume": "never"}
+    fresh = program.interrupt(directory, 8, checkpoint=checkpoint, callbacks=(beside(tmp_path),))
+    assert fresh.first_step == 0
+    assert 8 in [torch.load(path, weights_only=True)["global_step"] for path in tmp_path.glob("last*.ckpt")]
     resumed = program.run(directory, seed=2, callbacks=(beside(tmp_path),))
     assert resumed.recorder.first_step == 6
-    assert resumed.final == whole.final
-
-
-@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
-@pytest.mark.parametrize("named", ["last", "last.ckpt"])
-def test_a_path_that_is_named_is_taken(tmp_path: Path, named: str) -> None:
-    program.run(new_directory(), callbacks=(beside(tmp_path),), max_steps=3)
-    path = str(tmp_path / named) if named.endswith(".ckpt") else named
-    resumed = program.run(new_directory(), callbacks=(beside(tmp_path),), ckpt_path=path, max_steps=5)
-    assert resumed.recorder.first_step == 3
+    assert resumed.final == program.run(new_directory()).final
 
 
 # ---- searches for a learning rate and a batch size

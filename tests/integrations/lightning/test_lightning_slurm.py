@@ -5,10 +5,8 @@ from __future__ import annotations
 import inspect
 import os
 import signal
-import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import torch
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from tests.integrations.lightning import program
+from tests.processes.harness import free_port
 
 import holdfast as hf
 from holdfast.integrations.lightning import CheckpointCallback, Preempted
@@ -61,6 +60,13 @@ def trainer_of(directory: Path, *callbacks: Any, environment: Any = None, **opti
     return program.trainer(callback, *callbacks, plugins=[environment or SLURMEnvironment()], max_epochs=2)
 
 
+def status_of(trainer: Any, function: str = "fit") -> Any:
+    """Returns the status with which a signal ends the trainer."""
+    with pytest.raises(Preempted) as caught:
+        getattr(trainer, function)(program.Model(), *program.loaders()[function != "fit" :])
+    return caught.value.code
+
+
 @pytest.mark.parametrize("array", [False, True], ids=["job", "task of an array"])
 def test_the_requeue_signal_saves_and_requeues(
     slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, array: bool
@@ -77,16 +83,14 @@ def test_the_requeue_signal_saves_and_requeues(
         slurm.write_text("ended\n")
 
     trainer.accelerator.teardown = note_teardown
-    with pytest.raises(Preempted) as caught:
-        trainer.fit(program.Model(), *program.loaders())
-    assert caught.value.code == 75
+    assert status_of(trainer) == 75
     assert signal.getsignal(signal.SIGUSR1) == before
     assert slurm.read_text() == f"ended\nrequeue {'77_5' if array else '4321'} after the commit\n"
     assert [entry.reason for entry in hf.list_checkpoints(tmp_path / "run")] == ["preempted"]
     assert not list(tmp_path.glob("hpc_ckpt*"))
 
     # The requeued job continues to its end, and is not requeued again.
-    trainer = trainer_of(tmp_path / "run", environment=SLURMEnvironment(), save_at_end=True)
+    trainer = trainer_of(tmp_path / "run", save_at_end=True)
     trainer.fit(program.Model(), *program.loaders())
     assert trainer.global_step == 10
     assert [entry.step for entry in hf.list_checkpoints(tmp_path / "run")] == [4, 10]
@@ -102,9 +106,7 @@ def test_the_requeue_signal_saves_and_requeues(
 )
 def test_signals_of_a_job(slurm: Path, tmp_path: Path, number: int, environment: dict[str, Any], status: int) -> None:
     trainer = trainer_of(tmp_path / "run", program.Signal(number, after=3), environment=SLURMEnvironment(**environment))
-    with pytest.raises(Preempted) as caught:
-        trainer.fit(program.Model(), *program.loaders())
-    assert caught.value.code == status
+    assert status_of(trainer) == status
     assert slurm.exists() == (status == 75)
 
 
@@ -112,17 +114,13 @@ def test_a_job_that_cannot_be_requeued_ends_all_the_same(
     slurm: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "bin" / "scontrol").write_text("#!/bin/sh\necho 'Job is not requeueable' >&2\nexit 1\n")
-    with pytest.raises(Preempted) as caught:
-        trainer_of(tmp_path / "run", program.Signal(signal.SIGUSR1, after=3)).fit(program.Model(), *program.loaders())
-    assert caught.value.code == 75
+    assert status_of(trainer_of(tmp_path / "run", program.Signal(signal.SIGUSR1, after=3))) == 75
     assert "scontrol requeue 4321 failed: Job is not requeueable. The run is saved" in caplog.text
 
 
 def test_the_requeue_signal_in_a_test(slurm: Path, tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path / "run", program.Signal(signal.SIGUSR1, after=0, hook="on_test_batch_start"))
-    with pytest.raises(Preempted) as caught:
-        trainer.test(program.Model(), program.validation_loader(), verbose=False)
-    assert caught.value.code == 75
+    assert status_of(trainer, "test") == 75
     assert slurm.read_text().startswith("requeue 4321")
 
 
@@ -137,79 +135,59 @@ def file_of_lightning(slurm: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("file_of_lightning")
-def test_a_file_of_lightning_never_wins(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def biases(use: Callable[[Any, Any], Any]) -> list[float]:
-        trainer, model = trainer_of(tmp_path / "run", save_at_end=True), program.Model()
-        use(trainer, model)
-        return [float(model.head.bias.detach()[0]), trainer.global_step]
-
-    loaders = program.loaders()
-    bias, step = biases(lambda trainer, model: trainer.fit(model, *loaders))
-    assert (step, bias < 30.0) == (10, True)
-    assert "hpc_ckpt_1.ckpt is ignored" in caplog.text
-    assert biases(lambda trainer, model: trainer.fit(model, *loaders)) == [bias, 10]
-
-    for name in ("validate", "test"):
-
-        def given(trainer: Any, model: Any, name: str = name) -> None:
-            torch.nn.init.constant_(model.head.bias, 7.0)
-            getattr(trainer, name)(model, loaders[1], verbose=False)
-
-        assert biases(given) == [7.0, 0]
-
-        def fitted(trainer: Any, model: Any, name: str = name) -> None:
-            trainer.fit(model, *loaders)
-            torch.nn.init.constant_(model.head.bias, 7.0)
-            getattr(trainer, name)(dataloaders=loaders[1], verbose=False)
-
-        assert biases(fitted)[0] == bias, "the best is loaded"
-    assert biases(lambda trainer, model: trainer.validate(model, loaders[1], ckpt_path="hpc", verbose=False))[0] > 30.0
+def test_after_a_fit_the_best_step_is_evaluated_and_no_file_of_lightning(tmp_path: Path) -> None:
+    trainer, model, loaders = trainer_of(tmp_path / "run", save_at_end=True), program.Model(), program.loaders()
+    trainer.fit(model, *loaders)
+    saved = model.head.bias.tolist()
+    for function in (trainer.validate, trainer.test):
+        torch.nn.init.constant_(model.head.bias, 7.0)
+        function(dataloaders=loaders[1], verbose=False)
+        assert model.head.bias.tolist() == saved
 
 
 @pytest.mark.usefixtures("file_of_lightning")
 @pytest.mark.parametrize("given_by", ["trainer", "module", "module, the first of a process"])
 @pytest.mark.parametrize("function", ["fit", "validate", "test", "predict"])
-def test_a_file_of_lightning_never_wins_over_a_newer_step(
+def test_a_file_of_lightning_never_wins(
     tmp_path: Path, given_by: str, function: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    is_first = given_by.endswith("the first of a process")
+
     def use(function: str, *, epochs: int, ckpt_path: Any = None) -> tuple[float, int]:
-        if late := given_by.endswith("the first of a process"):
+        if is_first:
             choose = inspect.unwrap(_CheckpointConnector._parse_ckpt_path)
             monkeypatch.setattr(_CheckpointConnector, "_parse_ckpt_path", choose)
 
-        def made() -> CheckpointCallback:
-            return CheckpointCallback(tmp_path / "run", save_at_end=True, save_interval_steps=1000)
+        def made() -> list[CheckpointCallback]:
+            return [CheckpointCallback(tmp_path / "run", save_interval_steps=1000)]
 
-        checkpoint = None if late else made()
+        checkpoint = [] if is_first else made()
 
         class Model(program.Model):
             def configure_callbacks(self) -> Any:
-                return [checkpoint or made()] if given_by != "trainer" else []
+                return [] if given_by == "trainer" else checkpoint or made()
 
             def predict_step(self, batch: Any, index: int) -> Any:
                 return self.head(self.backbone(batch[0]))
 
         model = Model()
         torch.nn.init.constant_(model.head.bias, 7.0)
-        callbacks: list[Any] = [checkpoint] if given_by == "trainer" else []
-        options = {"max_epochs": epochs, "plugins": [SLURMEnvironment()]}
-        trainer = program.trainer(*callbacks, enable_checkpointing=given_by == "trainer", **options)
-        loaders = program.loaders()
-        found = loaders if function == "fit" else loaders[1:]
-        getattr(trainer, function)(model, *found, ckpt_path=ckpt_path)
+        options = {"enable_checkpointing": given_by == "trainer", "plugins": [SLURMEnvironment()]}
+        trainer = program.trainer(*checkpoint * (given_by == "trainer"), max_epochs=epochs, **options)
+        getattr(trainer, function)(model, *program.loaders()[function != "fit" :], ckpt_path=ckpt_path)
         return float(model.head.bias.detach()[0]), trainer.global_step
 
     bias, step = use("fit", epochs=1)
     assert (step, bias < 30.0) == (5, True)  # not of the file, where the bias is 41
     caplog.clear()
     bias, step = use(function, epochs=2)
-    assert bias < 30.0
     if function == "fit":
+        assert (step, bias < 30.0) == (10, True)
         assert [entry.step for entry in hf.list_checkpoints(tmp_path / "run")] == [5, 10]
     else:
         assert bias == 7.0
     assert len([text for text in caplog.messages if "hpc_ckpt_1.ckpt is ignored" in text]) == 1
-    if function != "fit" and not given_by.endswith("the first of a process"):  # which is left alone in any case
+    if function != "fit" and not is_first:  # which is left alone in any case
         assert use(function, epochs=2, ckpt_path="hpc")[0] > 30.0
 
 
@@ -217,6 +195,7 @@ _TASK = """
 import os, signal, torch
 import lightning.pytorch as lightning
 from tests.integrations.lightning import program
+from tests.processes.harness import free_port
 from holdfast.integrations.lightning import CheckpointCallback
 
 
@@ -234,23 +213,16 @@ lightning.Trainer(callbacks=callbacks, **options).fit(program.Model(), program.t
 
 @pytest.mark.sweep
 def test_several_tasks_are_requeued_once(slurm: Path, tmp_path: Path) -> None:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = str(server.getsockname()[1])
-    root = str(Path(__file__).parents[3])
+    port, root = str(free_port()), str(Path(__file__).parents[3])
+    shared = {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared |= {"PYTHONPATH": os.pathsep.join([root, os.environ["PYTHONPATH"]])}
     tasks = []
     for index in range(2):
-        variables = {
-            "SLURM_NTASKS": "2",
-            "SLURM_NTASKS_PER_NODE": "2",
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-        }
-        variables |= {"SLURM_PROCID": str(index), "SLURM_LOCALID": str(index), "MASTER_PORT": port}
-        variables |= {"MASTER_ADDR": "127.0.0.1", "PYTHONPATH": os.pathsep.join([root, os.environ["PYTHONPATH"]])}
+        variables = {**os.environ, **shared, "SLURM_PROCID": str(index), "SLURM_LOCALID": str(index)}
         command = [sys.executable, "-W", "ignore", "-c", _TASK]
         with (tmp_path / f"log{index}").open("w") as log:
-            tasks.append(subprocess.Popen(command, env={**os.environ, **variables}, stdout=log, stderr=log))
+            tasks.append(subprocess.Popen(command, env=variables, stdout=log, stderr=log))
     statuses = [task.wait(120) for task in tasks]
     assert statuses == [75, 75], (tmp_path / "log0").read_text() + (tmp_path / "log1").read_text()
     assert slurm.read_text().startswith("requeue 4321 ")
