@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 from pathlib import Path
@@ -14,7 +13,6 @@ import safetensors.torch
 import torch
 from tests.integrations.lightning import program
 from tests.integrations.lightning.program import new_directory
-from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import holdfast as hf
 from holdfast.integrations.lightning import CheckpointCallback, load_checkpoint
@@ -23,33 +21,30 @@ from holdfast.integrations.lightning.loader_states import replicated_states
 # ---- options that managers and the callback of any loop have as well
 
 
-class Line(lightning.LightningModule):
-    def __init__(self, lr: float, schedule: bool) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
-        self.lr, self.schedule = lr, schedule
+class Model(program.Model):
+    """Logs nothing, and may halve its learning rate at each step."""
 
-    def training_step(self, batch: Any, index: int) -> torch.Tensor:
-        return torch.nn.functional.mse_loss(self.layer(batch[0]), batch[1])
+    def __init__(self, lr: float, is_halved: bool) -> None:
+        super().__init__()
+        self.lr, self.is_halved = lr, is_halved
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        return self.loss(batch)
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), self.lr, momentum=0.5)
-        if not self.schedule:
+        if not self.is_halved:
             return optimizer
         halved = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
         return [optimizer], [{"scheduler": halved, "interval": "step"}]
 
 
-def fit(
-    directory: Any, lr: float, schedule: bool, steps: int, callbacks: tuple[Any, ...] = (), **options: Any
-) -> float:
+def fit(directory: Any, lr: float, is_halved: bool, steps: int, *callbacks: Any, **options: Any) -> float:
     """Trains up to a step; returns the learning rate of its end."""
-    numbers = torch.linspace(0, 1, 8)[:, None]
-    callback = CheckpointCallback(directory, **{"save_interval_steps": 1, **options})
+    callback = CheckpointCallback(directory, save_interval_steps=1, **options)
     trainer = program.trainer(callback, *callbacks, max_steps=steps)
-    trainer.fit(Line(lr, schedule), DataLoader(TensorDataset(numbers, numbers), 1))
-    rate: float = trainer.optimizers[0].param_groups[0]["lr"]
-    return rate
+    trainer.fit(Model(lr, is_halved), *program.loaders())
+    return float(trainer.optimizers[0].param_groups[0]["lr"])
 
 
 @pytest.mark.parametrize(
@@ -86,9 +81,9 @@ def test_a_rate_that_the_run_itself_has_changed_is_no_difference(
 
     for lr, steps in ((0.1, 2), (0.1, 3), (0.4, 4)):
         caplog.clear()
-        assert fit(tmp_path, lr, False, steps, callbacks=(Halves(),)) == pytest.approx(0.1 / 2**steps)
+        assert fit(tmp_path, lr, False, steps, Halves()) == pytest.approx(0.1 / 2**steps)
+        assert ("(program 0.4, saved 0.0125)" in caplog.text) == (lr == 0.4)
         assert ("hyperparameters differ" in caplog.text) == (lr == 0.4)
-    assert "(program 0.4, saved 0.0125)" in caplog.text
 
 
 def test_what_managers_take(tmp_path: Path) -> None:
@@ -146,69 +141,9 @@ def test_state_of_all_processes_is_declared_in_yaml(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "known"), [("loaders/1", 1), ("loaders", 0)])
 def test_a_declaration_of_a_loader_without_a_state_is_refused(tmp_path: Path, name: str, known: int) -> None:
-    loaders = [hf.skip_to([1.0], 0, global_batch_size=1)] * known + [DataLoader(Numbers(False))]
+    loaders = [hf.skip_to([1.0], 0, global_batch_size=1)] * known + [program.training_loader("plain")]
     with pytest.raises(hf.errors.OptionError, match=f"replicated names '{name}', but the trainer has {known} training"):
         replicated_states(loaders, [name])
-
-
-class Numbers(Dataset[torch.Tensor]):
-    def __init__(self, draws: bool) -> None:
-        self.draws = draws
-
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor([float(index)]) + (torch.rand(1) if self.draws else 0)
-
-
-class Seen(lightning.LightningModule):
-    def __init__(self, fails_at: int) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
-        self.fails_at = fails_at
-        self.batches: list[list[float]] = []
-
-    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
-        if self.global_step == self.fails_at:
-            raise InterruptedError
-        self.batches.append(batch.flatten().tolist())
-        loss: torch.Tensor = self.layer(batch).square().mean() + 0 * torch.rand(())
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 1e-4)
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata with torch 2.13
-@pytest.mark.filterwarnings("ignore:os.fork")  # jax may be loaded, and workers of torch are forked
-@pytest.mark.parametrize(("draws", "persistent"), [(False, False), (False, True), (True, False)])
-def test_a_loader_of_torchdata_with_workers_in_the_second_epoch(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, draws: bool, persistent: bool
-) -> None:
-    """The order is exact; what workers draw cannot be, and a warning says so."""
-    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
-
-    def batches(directory: Path, seed: int, fails_at: int = -1) -> list[list[float]]:
-        torch.manual_seed(seed)
-        loader = torchdata.StatefulDataLoader(
-            Numbers(draws), 2, shuffle=True, num_workers=2, persistent_workers=persistent
-        )
-        callback = CheckpointCallback(directory, save_interval_steps=1)
-        module = Seen(fails_at)
-        with contextlib.suppress(InterruptedError):
-            program.trainer(callback, max_epochs=2).fit(module, loader)
-        return module.batches
-
-    whole = batches(tmp_path / "whole", 1)
-    first = batches(tmp_path / "parts", 1, fails_at=8)
-    caplog.clear()
-    found = first + batches(tmp_path / "parts", 2)
-    said = "StatefulDataLoader continues with new worker processes, whose random generators cannot be saved"
-    assert [said in one.getMessage() for one in caplog.records].count(True) == 1
-    assert [[int(value) for value in batch] for batch in found] == [[int(value) for value in batch] for batch in whole]
-    assert (found == whole) is not draws
 
 
 # ---- saves by epochs, links, and a file with the best weights
