@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -277,6 +279,19 @@ class DrawingLater(Drawing):
         yield from super().__iter__()
 
 
+class DrawingInSamplers(Drawing):
+    """Draws from the generators of its samplers, one of torch and one of Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sampler = SimpleNamespace(generator=torch.Generator())
+        self.batch_sampler = SimpleNamespace(sampler=SimpleNamespace(generator=random.Random(0)))
+
+    def __iter__(self) -> Iterator[Any]:
+        order = torch.randperm(SIZE, generator=self.sampler.generator)
+        return iter(order[:, None] + self.batch_sampler.sampler.generator.random())
+
+
 def lasting() -> Any:
     """Return a loader whose iterator, with the counts of its worker, stays from epoch to epoch."""
     data: Any = torch.arange(float(SIZE))
@@ -317,6 +332,7 @@ IN_EPOCHS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
     # Without a state
     "drawn as it begins": (Drawing, (1, 3)),
     "drawn with a batch": (DrawingLater, (1, 3)),
+    "drawn in samplers": (DrawingInSamplers, (1, 3)),
     "drawn beside": (beside(Drawing, "min_size"), (1, 3)),
     "lasting workers": (lasting, (1, 3)),
 }

@@ -5,19 +5,16 @@ from __future__ import annotations
 import ast
 import dataclasses
 import json
-import random
 import re
 import sys
 from argparse import Namespace
 from collections import OrderedDict
-from collections.abc import Callable
 from enum import Enum
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import lightning.pytorch as lightning
 import numpy as np
 import pytest
 import torch
@@ -27,11 +24,11 @@ from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from tests.equality import assert_same
+from tests.integrations.lightning import program
 
 import holdfast as hf
 from holdfast.integrations.lightning import CheckpointCallback, private_api
-from holdfast.integrations.lightning.loader_states import capture_generators, restore_generators
-from holdfast.integrations.lightning.private_api import LoopHooks, check_version, missing_names
+from holdfast.integrations.lightning.private_api import check_version, missing_names
 from holdfast.integrations.lightning.saving import MetricsLedger, copied
 from holdfast.integrations.lightning.strategies import StateHandler
 from holdfast.integrations.lightning.trees import from_tree, to_tree
@@ -83,10 +80,7 @@ def test_every_kind_of_state_comes_back_as_what_it_was(tmp_path: Any) -> None:
         "strided": torch.arange(12).reshape(3, 4)[:, ::2],
         "shape": torch.Size([2, 3]),
     }
-    found = through_disk(checkpoint, tmp_path / "checkpoint")
-    assert found.keys() == checkpoint.keys()
-    for name, value in checkpoint.items():
-        assert_same(found[name], value, name)
+    assert_same(dict(through_disk(checkpoint, tmp_path / "checkpoint")), checkpoint)
 
 
 class Color(Enum):
@@ -167,35 +161,23 @@ def test_configurations_of_omegaconf(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert from_tree(hf.load(tmp_path / "checkpoint"))["hyper_parameters"] == content
 
 
-_LEAVES = (
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.text(max_size=5)
-    | st.sampled_from([torch.ones(2), np.ones(2), np.float64(2.0), torch.tensor(1, dtype=torch.bfloat16)])
-)
-_TREES = st.recursive(
-    _LEAVES,
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.text(max_size=4) | st.integers(-(2**63), 2**63 - 1), inner, max_size=3)
-    ),
-    max_leaves=12,
-)
+_ARRAYS = st.sampled_from([torch.ones(2), np.ones(2), np.float64(2.0), torch.tensor(1, dtype=torch.bfloat16)])
+_LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | _ARRAYS
+_KEYS = st.text(max_size=4) | st.integers(-(2**63), 2**63 - 1)
 
 
-@settings(deadline=None, max_examples=60)
-@given(st.dictionaries(st.text(max_size=4), _TREES, max_size=3))
+def _lists_and_dictionaries(inner: Any) -> Any:
+    return st.lists(inner, max_size=3) | st.dictionaries(_KEYS, inner, max_size=3)
+
+
+@settings(max_examples=60)
+@given(st.dictionaries(st.text(max_size=4), st.recursive(_LEAVES, _lists_and_dictionaries, max_leaves=12), max_size=3))
 def test_any_tree_comes_back(checkpoint: dict[str, Any]) -> None:
     tree, left = to_tree(checkpoint)
     directory = "memory://lightning-trees/one"
     hf.save(directory, tree, overwrite=True)
     assert left == []
-    found = from_tree(hf.load(directory))
-    assert found.keys() == checkpoint.keys()
-    for name, value in checkpoint.items():
-        assert_same(found[name], value, name)
+    assert_same(dict(from_tree(hf.load(directory))), checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -231,87 +213,6 @@ def test_metrics_are_those_of_the_step_at_which_they_came_up() -> None:
     assert ledger.of(30) == {"val_loss": 0.5}
 
 
-# ---- random generators
-
-
-class Loader:
-    """Has a generator, as data loaders and samplers do."""
-
-    def __init__(self, seed: int) -> None:
-        self.generator = torch.Generator().manual_seed(seed)
-        self.sampler = type("Sampler", (), {})()
-        self.sampler.generator = np.random.default_rng(seed)
-        self.batch_sampler = type("BatchSampler", (), {})()
-        self.batch_sampler.sampler = type("Inner", (), {"generator": random.Random(seed)})()
-
-    def draw(self) -> list[float]:
-        return [
-            torch.rand((), generator=self.generator).item(),
-            self.sampler.generator.random(),
-            self.batch_sampler.sampler.generator.random(),
-            torch.rand(()).item(),
-            float(np.random.rand()),
-            random.random(),
-            random.gauss(0, 1),
-        ]
-
-
-def test_every_generator_goes_on_where_it_was(tmp_path: Any) -> None:
-    loader = Loader(1)
-    loader.draw()
-    state = capture_generators([loader])
-    expected = [loader.draw(), loader.draw()]
-    saved = through_disk({"random": state}, tmp_path / "checkpoint")["random"]
-    fresh = Loader(2)
-    restore_generators(saved, CPU, [fresh])
-    assert [fresh.draw(), fresh.draw()] == expected
-    restore_generators(saved, CPU, [])
-    assert torch.rand(()).item() == expected[0][3]
-
-
-def test_taking_the_state_does_not_change_it() -> None:
-    def drawn(look: Callable[[Any], object]) -> list[float]:
-        for seed in (torch.manual_seed, np.random.seed, random.seed):
-            seed(5)
-        loader = Loader(1)
-        look([loader])
-        return loader.draw()
-
-    assert drawn(capture_generators) == drawn(list)
-
-
-# ---- wrappers
-
-
-class Loop:
-    def advance(self, by: int) -> str:
-        return f"advanced by {by}"
-
-
-def test_hooks_come_off_in_any_order() -> None:
-    loop, other = Loop(), Loop()
-    first, second = LoopHooks(), LoopHooks()
-    first.place(loop, "advance", lambda original, by: f"first({original(by)})")
-    second.place(loop, "advance", lambda original, by: f"second({original(by)})")
-    assert loop.advance(1) == "second(first(advanced by 1))"
-    assert other.advance(1) == "advanced by 1"
-    first.remove()
-    assert loop.advance(1) == "second(advanced by 1)"
-    second.remove()
-    assert loop.advance(1) == "advanced by 1"
-
-
-def test_hooks_that_do_not_apply_do_nothing() -> None:
-    loop, applies = Loop(), False
-    hooks = LoopHooks(lambda: applies)
-    hooks.place(loop, "advance", lambda original, by: "tapped")
-    assert loop.advance(1) == "advanced by 1"
-    applies = True
-    assert loop.advance(1) == "tapped"
-    hooks.remove()
-    assert vars(loop) == {}
-
-
 # ---- templates for a part of a checkpoint
 
 
@@ -339,15 +240,7 @@ def test_a_new_version_of_lightning_is_told_by_what_it_has_moved(monkeypatch: py
     strategies: tuple[Any, ...] = ("auto", "ddp", ModelParallelStrategy())
     trainer: Any = None
     for strategy in strategies:
-        trainer = lightning.Trainer(
-            accelerator="cpu",
-            devices=1,
-            strategy=strategy,
-            logger=False,
-            enable_progress_bar=False,
-            enable_checkpointing=False,
-            callbacks=[*finders],
-        )
+        trainer = program.trainer(*finders, devices=1, strategy=strategy, enable_checkpointing=False)
         assert missing_names(trainer) == []
         check_version(trainer)
     del trainer._logger_connector._first_loop_iter, trainer.strategy._save_distributed_checkpoint
@@ -372,7 +265,7 @@ def test_a_callback_names_a_moved_choice_of_checkpoints_when_a_run_begins(
     """It is made before it knows its trainer."""
     monkeypatch.delattr(_CheckpointConnector, "_parse_ckpt_path")
     callback = CheckpointCallback(tmp_path)
-    trainer = lightning.Trainer(accelerator="cpu", logger=False, callbacks=[callback])
+    trainer = program.trainer(callback)
     with pytest.raises(hf.errors.StateError, match=r"has no trainer\._checkpoint_connector\._parse_ckpt_path"):
         callback.setup(trainer, None, "fit")
 
