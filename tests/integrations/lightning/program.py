@@ -51,6 +51,26 @@ class Model(Net):
         self.log("test_loss", self.loss(batch))
 
 
+class Wide(torch.optim.Optimizer):
+    """Keeps sums of float64 and counts of int64 for parameters of float32, and uses all their digits."""
+
+    def __init__(self, parameters: Any, lr: float = 0.05) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = None if closure is None else closure()  # torch initializes the states of FSDP2 by a step
+        for parameter in (one for group in self.param_groups for one in group["params"] if one.grad is not None):
+            state = self.state[parameter]
+            if not state:
+                state |= {"sum": torch.zeros_like(parameter, dtype=torch.float64), "count": torch.tensor(1 << 25)}
+            state["sum"] += parameter.grad.double() / 3
+            state["count"] += 1
+            parameter -= (self.param_groups[0]["lr"] * state["sum"] / (state["count"] % 100)).to(parameter.dtype)
+        return loss
+
+
 def training_loader(kind: str) -> Any:
     dataset = samples(BATCHES * BATCH_SIZE, seed=1)
     if "+" in kind:

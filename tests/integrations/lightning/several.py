@@ -48,11 +48,13 @@ class Recorder(program.Recorder):
         if self.began is None:
             self.began = [program.plain(trainer.lightning_module.head.weight), trainer.fit_loop.batch_idx]
         super().on_train_batch_start(trainer, *args)
-        if self.slow_after is not None and trainer.global_step >= self.slow_after:
-            time.sleep(NOTICE)
+        self._give_notice(trainer)
 
     def on_validation_batch_start(self, trainer: Any, *args: Any) -> None:
         super().on_validation_batch_start(trainer, *args)
+        self._give_notice(trainer)
+
+    def _give_notice(self, trainer: Any) -> None:
         if self.slow_after is not None and trainer.global_step >= self.slow_after:
             time.sleep(NOTICE)
 
@@ -120,26 +122,6 @@ class Sharded(program.Model):
     def on_train_batch_end(self, *args: Any) -> None:
         weight: Any = self.head.weight
         self.average.mul_(0.5).add_(weight.full_tensor().detach(), alpha=0.5)
-
-
-class Wide(torch.optim.Optimizer):
-    """Keeps sums of float64 and counts of int64 for parameters of float32, and uses all their digits."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.05})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        with torch.enable_grad():
-            loss = None if closure is None else closure()  # torch initializes the states of FSDP2 by a step
-        for parameter in (one for group in self.param_groups for one in group["params"] if one.grad is not None):
-            state = self.state[parameter]
-            if not state:
-                state |= {"sum": torch.zeros_like(parameter, dtype=torch.float64), "count": torch.tensor(1 << 25)}
-            state["sum"] += parameter.grad.double() / 3
-            state["count"] += 1
-            parameter -= (self.param_groups[0]["lr"] * state["sum"] / (state["count"] % 100)).to(parameter.dtype)
-        return loss
 
 
 def resharded(name: str, states: list[Any], index: int, count: int) -> Any:
@@ -256,7 +238,7 @@ def fit(directory: str, index: int, count: int, options: dict[str, Any]) -> dict
     model = OfArrays() if loader == "elastic" else Sharded() if sharded else Model() if noted else program.Model()
     if options.pop("wide", False):
         model.configure_optimizers = lambda: {  # type: ignore[method-assign]
-            "optimizer": (optimizer := Wide(model.parameters())),
+            "optimizer": (optimizer := program.Wide(model.parameters())),
             "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8),
         }
     if (fails_at := options.pop("fails_at", None)) is not None:

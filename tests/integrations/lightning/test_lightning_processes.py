@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import shutil
 import signal
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from tests.sweep.lightning_programs import BATCHES
 
 import holdfast as hf
 from holdfast.integrations.lightning import load_checkpoint
-from holdfast.integrations.lightning.resharding import check_replicated, check_same_place
+from holdfast.integrations.lightning.resharding import check_replicated
 from holdfast.integrations.lightning.strategies import check_strategy
 
 Run = Callable[..., list[Any]]
@@ -86,11 +87,8 @@ def test_two_processes_write_one_checkpoint(run: Run, tmp_path: Path) -> None:
     assert own[0].tolist() != own[1].tolist()
     assert hf.verify(tmp_path).ok
     # The best one is the one that process 0 has measured.
-    losses = {
-        event[1]: event[2]
-        for event in reports[0]["events"]
-        if event[0] == "validation" and event[1] in reports[0]["steps"]
-    }
+    measured = {event[1]: event[2] for event in reports[0]["events"] if event[0] == "validation"}
+    losses = {step: loss for step, loss in measured.items() if step in reports[0]["steps"]}
     best = min(losses, key=losses.__getitem__)
     weights = load_checkpoint(tmp_path / str(best))["state_dict"]["head.weight"].tolist()
     assert [report["tested"] for report in reports] == [[str(tmp_path / str(best)), weights]] * 2
@@ -298,37 +296,31 @@ def test_one_position_of_all_processes_stopped_before_a_validation_and_in_it(
 
 
 @pytest.mark.parametrize(
-    ("options", "after", "messages"),
+    ("loader", "after", "messages"),
     [
-        pytest.param(
-            {"checkpoint": NEVER, "loader": "share", "max_epochs": 2}, 1, None, id="an order stays with its process"
-        ),
-        pytest.param({**CUT, "loader": "of all, beside"}, 2, None, id="a position beside counted batches"),
-        pytest.param(
-            {**CUT, "loader": "of all, beside the same batches"},
-            2,
-            ["instead of {'epoch': 0, 'samples': "],
-            id="a position that counted batches do not reach is refused",
-        ),
-        pytest.param(
-            {**CUT, "loader": "of all, apart"},
+        pytest.param("share", 1, [], id="an order stays with its process"),
+        pytest.param("of all, beside", 2, [], id="a position beside counted batches"),
+        # a position that counted batches do not reach
+        ("of all, beside the same batches", 2, ["instead of {'epoch': 0, 'samples': "]),
+        (
+            "of all, apart",
             1,
             [
                 "the data loader of loaders/0 declares that its state is the same in all processes",
                 "but 2 processes saved different ones",
             ],
-            id="positions that differ are refused",
         ),
     ],
 )
 def test_one_process_goes_on_from_two(
-    run: Run, stop: Run, tmp_path: Path, options: dict[str, Any], after: int, messages: list[str] | None
+    run: Run, stop: Run, tmp_path: Path, loader: str, after: int, messages: list[str]
 ) -> None:
-    stop(tmp_path / "run", **options, signal_after=["all", after])
-    [report] = run(tmp_path / "run", 1, status=int(messages is not None), **options)
-    for message in messages or ():
-        assert message in report["said"]
-    if options["loader"] == "of all, beside":
+    """Or it is refused, with messages that say why."""
+    options = {"checkpoint": NEVER, "max_epochs": 2} if loader == "share" else CUT
+    stop(tmp_path / "run", loader=loader, **options, signal_after=["all", after])
+    [report] = run(tmp_path / "run", 1, status=int(bool(messages)), loader=loader, **options)
+    assert [message for message in messages if message not in report["said"]] == []
+    if loader == "of all, beside":
         assert numbers(tmp_path) == list(range(72))
 
 
@@ -342,28 +334,6 @@ def test_generators_of_all_processes(run: Run, stop: Run, tmp_path: Path, alike:
         assert "Processes from 2 on start with fresh averages over the epoch" in ended[0]["said"]
     else:
         assert "the 2 processes of the checkpoint saved different states of python, torch" in ended[0]["said"]
-
-
-def test_a_position_of_all_processes_that_is_not_found_again_is_refused() -> None:
-    """A loader that ended first began again in the epoch before, so that its state is not where its iterator began."""
-    saved = {"replicated": [1], "loaders": [{"place": 1}, {"place": 24}], "consumed": 1}
-    check_same_place(saved, [At(1), At(24)])
-    check_same_place(saved, [At(7), At(24)])  # The state of the first is its own affair.
-    with pytest.raises(hf.errors.StateError, match="the data loader of loaders/1 is at"):
-        check_same_place(saved, [At(1), At(36)])
-
-
-class At:
-    """A loader that is at a place."""
-
-    def __init__(self, place: int) -> None:
-        self.place = place
-
-    def state_dict(self) -> dict[str, int]:
-        return {"place": self.place}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.place = state["place"]
 
 
 @pytest.mark.parametrize("shares", [None, [{"loaders": []}, {"loaders": []}]])
@@ -410,26 +380,17 @@ def saved_by(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Callable[[st
     return saved
 
 
+CHANGES = [
+    ("DDP", "FSDP2"),
+    ("FSDP2", "ModelParallel"),
+    ("ModelParallel", "single"),
+    *(("single", other) for other in ("ModelParallel", "DDP", "FSDP2")),
+]
+OTHERS = [pair for pair in itertools.permutations(WORLDS, 2) if pair not in CHANGES]
+
+
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize(
-    ("before", "now"),
-    [
-        ("DDP", "FSDP2"),
-        ("FSDP2", "ModelParallel"),
-        ("ModelParallel", "single"),
-        ("single", "ModelParallel"),
-        ("single", "DDP"),
-        ("single", "FSDP2"),
-        pytest.param("single", "FSDP2 of three", marks=SWEEP),
-        pytest.param("ModelParallel", "FSDP2 of three", marks=SWEEP),
-        pytest.param("ModelParallel", "DDP", marks=SWEEP),
-        pytest.param("FSDP2 of three", "FSDP2", marks=SWEEP),
-        pytest.param("FSDP2", "DDP", marks=SWEEP),
-        pytest.param("FSDP2", "single", marks=SWEEP),
-        pytest.param("DDP", "ModelParallel", marks=SWEEP),
-        pytest.param("DDP", "single", marks=SWEEP),
-    ],
-)
+@pytest.mark.parametrize(("before", "now"), [*CHANGES, *(pytest.param(*pair, marks=SWEEP) for pair in OTHERS)])
 def test_another_strategy_has_the_same_weights_and_optimizer_states(
     run: Run, saved_by: Callable[[str], Any], before: str, now: str
 ) -> None:
