@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import Callback, Trainer, callbacks
+from lightning.pytorch import Callback, callbacks
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from tests.endings import run_to_end
 from tests.integrations.lightning import program
@@ -210,59 +210,67 @@ class Seen(Callback):
             file.write("".join(f"{int(number)}\n" for number in torch.as_tensor(features)[:, 0]))
 
 
-def fit(directory: str, index: int, count: int, options: dict[str, Any]) -> dict[str, Any]:
+def fit(
+    directory: str,
+    index: int,
+    count: int,
+    *,
+    seed: int = 1,
+    alike: bool | None = None,
+    loader: str = "shuffled",
+    checkpoint: Any = None,
+    strategy: Any = "ddp",
+    average: bool = False,
+    memory: str | None = None,  # for local steps; each process is a host
+    reshard: bool = False,
+    noted: bool = False,
+    wide: bool = False,
+    fails_at: Any = None,
+    saves_itself: bool = False,
+    ckpt_path: str | None = None,
+    test: str | None = None,
+    **options: Any,
+) -> dict[str, Any]:
     """Trains as one of several processes; returns what is to be compared bit by bit."""
     # Under tensor parallelism, all processes have the parameters that are not divided, and read the same data.
-    alike = options.pop("alike", options.get("strategy") == "tensor")
-    seed = 100 * options.pop("seed", 1) + (0 if alike else index)
-    torch.manual_seed(seed)
+    torch.manual_seed(seed := 100 * seed + (0 if alike or (alike is None and strategy == "tensor") else index))
     random.seed(seed)
     when = {name: options.pop(name) for name in list(options) if name.endswith("_after")}
     recorder = Recorder(**{name: step for name, (process, step) in when.items() if process in (index, "all")})
     recorder.slow_after = min((step for _, step in when.values()), default=None)
-    loader, checkpoint = options.pop("loader", "shuffled"), options.pop("checkpoint", {})
-    ckpt_path, noted, tested = options.pop("ckpt_path", None), options.pop("noted", False), options.pop("test", None)
-    strategy: Any = options.pop("strategy", "ddp")
-    sharded = strategy in ("fsdp2", "tensor")
-    if sharded:
+    model = OfArrays() if loader == "elastic" else Model() if noted else program.Model()
+    if strategy in ("fsdp2", "tensor"):
         tensor = count if strategy == "tensor" else 1
-        strategy = ModelParallelStrategy(data_parallel_size=count // tensor, tensor_parallel_size=tensor)
-    if strategy == "ddp with own buffers":
+        strategy, model = ModelParallelStrategy(count // tensor, tensor), Sharded()
+    elif strategy == "ddp with own buffers":
         strategy = DDPStrategy(broadcast_buffers=False)
-    averages: list[Any] = [callbacks.EMAWeightAveraging(decay=0.5)] if options.pop("average", False) else []
-    if (memory := options.pop("memory", None)) is not None:  # each process is a host
-        local = hf.Local(f"{memory}/{index}", every=2, host=f"host{index}")
-        checkpoint = {**checkpoint, "local": local, "barrier_timeout_secs": 20}
-    if options.pop("reshard", False):
-        checkpoint = {**checkpoint, "reshard": resharded}
-    model = OfArrays() if loader == "elastic" else Sharded() if sharded else Model() if noted else program.Model()
-    if options.pop("wide", False):
+    if fails_at is not None:
+        model = Failing(*fails_at, directory if saves_itself else None)
+    if wide:
         model.configure_optimizers = lambda: {  # type: ignore[method-assign]
             "optimizer": (optimizer := program.Wide(model.parameters())),
             "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8),
         }
-    if (fails_at := options.pop("fails_at", None)) is not None:
-        rank, step = fails_at
-        model = Failing(rank, step, directory if options.pop("saves_itself", False) else None)
-    if loader.startswith(("of all", "elastic")):
-        averages.append(Seen(Path(directory).with_name(f"seen-{count}-{index}")))
-    callback = CheckpointCallback(
-        directory, **{"save_interval_steps": 1, "witness_steps_after_signal": 0, **checkpoint}
-    )
-    trainer = Trainer(
-        callbacks=[callback, recorder, *averages],
-        **{**program.QUIET, "devices": count, "strategy": strategy, "max_epochs": 3, **options},
-    )
+    checkpoint = {"save_interval_steps": 1, "witness_steps_after_signal": 0, **(checkpoint or {})}
+    if memory is not None:
+        local = hf.Local(f"{memory}/{index}", every=2, host=f"host{index}")
+        checkpoint |= {"local": local, "barrier_timeout_secs": 20}
+    if reshard:
+        checkpoint["reshard"] = resharded
+    callback = CheckpointCallback(directory, **checkpoint)
+    others: list[Any] = [callbacks.EMAWeightAveraging(decay=0.5)] if average else []
     if loader == "share":
         train: Any = Share(index, count)
     elif loader.startswith(("of all", "elastic")):
         train = of_all(loader, index, count)
+        others.append(Seen(Path(directory).with_name(f"seen-{count}-{index}")))
     else:
         train = program.training_loader(loader)
+    options = {"devices": count, "strategy": strategy, "max_epochs": 3, **options}
+    trainer = program.trainer(callback, recorder, *others, **options)
     trainer.fit(model, train, program.validation_loader(), ckpt_path=ckpt_path)
-    outcome = program.Outcome(trainer, model, recorder)
     found = {
-        "final": outcome.final,
+        "final": program.Outcome(trainer, model, recorder).final,
         "first_step": recorder.first_step,
         "events": recorder.events,
         "random": [torch.rand(2).tolist(), random.random()],
@@ -270,8 +278,8 @@ def fit(directory: str, index: int, count: int, options: dict[str, Any]) -> dict
         "began": recorder.began,
         "noted": getattr(model, "noted", None),
     }
-    if tested:
-        trainer.test(model, program.validation_loader(), ckpt_path=tested, verbose=False)
+    if test is not None:
+        trainer.test(model, program.validation_loader(), ckpt_path=test, verbose=False)
         found["tested"] = [trainer.ckpt_path, program.plain(model.head.weight)]
     return found
 
@@ -324,10 +332,10 @@ def train(directory: str, results: Path, index: int, count: int, options: dict[s
         os.chdir(directory)
         exec(compile(page, "train_lightning.py", "exec"), {"__name__": "__main__"})
         return
-    found = fit(directory, index, count, options)
+    found = fit(directory, index, count, **options)
     (results / f"{index}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":  # as Lightning starts the other processes
     warnings.simplefilter("ignore")
-    fit(sys.argv[1], int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"]), json.loads(sys.argv[2]))
+    fit(sys.argv[1], int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"]), **json.loads(sys.argv[2]))

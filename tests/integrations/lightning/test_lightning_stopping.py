@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any
 
 import pytest
-from tests.processes.threads import memory_coordinators
+from tests.processes.threads import memory_coordinators, together, unwrap
 
-from holdfast.engine.distributed import next_rendezvous
+from holdfast.engine.distributed import Coordinator, next_rendezvous
 from holdfast.integrations.loop import AgreedStop, PreemptionSignal
 
 PACE = 0.002  # seconds a batch
@@ -17,17 +16,16 @@ PACE = 0.002  # seconds a batch
 
 def run(told: int | None, validations: list[int], at: int = 50, total: int = 400) -> list[tuple[int, int] | None]:
     """Has processes train, with a validation after every tenth batch; returns where each leaves."""
-    count = len(validations)
-    left: list[tuple[int, int] | None] = [None] * count
-    in_step = threading.Barrier(count)  # as gradients are summed up
+    in_step = threading.Barrier(len(validations))  # as gradients are summed up
 
-    def train(index: int, coordinator: Any) -> None:
-        preemption = PreemptionSignal()
+    def train(coordinator: Coordinator) -> tuple[int, int] | None:
+        index, preemption = coordinator.process_index, PreemptionSignal()
         stop = AgreedStop(next_rendezvous(coordinator, "stop"), preemption, lambda: validations[index])
         stop.begin()
-        left[index] = batches(index, preemption, stop)
-        assert preemption.received == (left[index] is not None or index == told)
+        left = batches(index, preemption, stop)
+        assert preemption.received == (left is not None or index == told)
         stop.end(orderly=True)
+        return left
 
     def batches(index: int, preemption: PreemptionSignal, stop: AgreedStop) -> tuple[int, int] | None:
         for batch in range(1, total + 1):
@@ -44,16 +42,7 @@ def run(told: int | None, validations: list[int], at: int = 50, total: int = 400
                 return batch, 0
         return None
 
-    threads = [
-        threading.Thread(target=train, args=(index, coordinator))
-        for index, coordinator in enumerate(memory_coordinators(count))
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert not any(thread.is_alive() for thread in threads)
-    return left
+    return unwrap(together(len(validations), train))
 
 
 @pytest.mark.parametrize("told", [0, 2])

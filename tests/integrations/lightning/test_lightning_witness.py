@@ -11,20 +11,7 @@ import pytest
 from tests.integrations.lightning import program
 
 import holdfast as hf
-from holdfast.integrations.lightning import CheckpointCallback
 from holdfast.integrations.loop import Proof
-
-
-class Crash(lightning.pytorch.Callback):
-    """Ends a run after a batch, when its saves are complete."""
-
-    def __init__(self, after: int) -> None:
-        self.after = after
-
-    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
-        trainer.checkpoint_callback.manager.wait_until_finished()
-        if trainer.global_step == self.after:
-            raise program.InterruptionError
 
 
 class Counting(lightning.pytorch.Callback):
@@ -43,23 +30,21 @@ class Data(lightning.pytorch.LightningDataModule):
     """In reach of the program."""
 
 
-def crashed(directory: str, after: int, *callbacks: Any, every: int = 3, **options: Any) -> None:
-    with pytest.raises(program.InterruptionError):
-        program.run(
-            directory, callbacks=(Crash(after), *callbacks), checkpoint={"save_interval_steps": every}, **options
-        )
+def crashed(directory: Any, after: int, *callbacks: Any, every: int = 3) -> None:
+    program.interrupt(str(directory), after, callbacks=callbacks, checkpoint={"save_interval_steps": every})
 
 
-def resumed(directory: str, *callbacks: Any, every: int = 3, **checkpoint: Any) -> CheckpointCallback:
-    run = program.run(directory, seed=2, callbacks=callbacks, checkpoint={"save_interval_steps": every, **checkpoint})
-    found: CheckpointCallback = run.trainer.checkpoint_callback
-    return found
+def resumed(directory: Any, *callbacks: Any, every: int = 3, **checkpoint: Any) -> Any:
+    """Resumes a run; returns what its callback has proved."""
+    options = {"save_interval_steps": every, **checkpoint}
+    run = program.run(str(directory), seed=2, callbacks=callbacks, checkpoint=options)
+    return run.trainer.checkpoint_callback.proof
 
 
 def test_a_resume_that_is_exact(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "holdfast")
-    crashed(str(tmp_path), 5)
-    assert resumed(str(tmp_path)).proof == Proof(exact=True, steps=(4, 5))
+    crashed(tmp_path, 5)
+    assert resumed(tmp_path) == Proof(exact=True, steps=(4, 5))
     (line,) = [text for text in caplog.messages if text.startswith("exact: ")]
     assert line.startswith("exact: steps 4 and 5 are those of before the stop (batch, ")
     assert "batch, epoch, step" in line
@@ -68,15 +53,15 @@ def test_a_resume_that_is_exact(tmp_path: Any, caplog: pytest.LogCaptureFixture)
 
 def test_the_end_of_an_epoch_is_no_part_of_its_last_batch(tmp_path: Any) -> None:
     """Step 10 is saved when its epoch has ended; a resume from the step before comes to it in that epoch."""
-    crashed(str(tmp_path), 11, every=5)
+    crashed(tmp_path, 11, every=5)
     shutil.rmtree(tmp_path / "10")
-    assert resumed(str(tmp_path), every=5).proof == Proof(exact=True, steps=(6, 7, 9))
+    assert resumed(tmp_path, every=5) == Proof(exact=True, steps=(6, 7, 9))
 
 
 def test_what_a_callback_hides_is_named(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
-    crashed(str(tmp_path), 5, Counting())
+    crashed(tmp_path, 5, Counting())
     data = Data()
-    proof = resumed(str(tmp_path), Counting()).proof
+    proof = resumed(tmp_path, Counting())
     assert (proof.exact, proof.steps) == (False, ())
     assert "state" in proof.differs
     assert "batch" not in proof.differs
@@ -87,9 +72,9 @@ def test_what_a_callback_hides_is_named(tmp_path: Any, caplog: pytest.LogCapture
 
 
 def test_nothing_is_saved_after_a_difference_with_raise(tmp_path: Any) -> None:
-    crashed(str(tmp_path), 5, Counting())
+    crashed(tmp_path, 5, Counting())
     with pytest.raises(hf.errors.StateError, match="not exact from step 4 on"):
-        resumed(str(tmp_path), Counting(), on_inexact="raise", save_on_exception=True)
+        resumed(tmp_path, Counting(), on_inexact="raise", save_on_exception=True)
     assert [entry.step for entry in hf.list_checkpoints(tmp_path)] == [3]
 
 
@@ -107,4 +92,4 @@ def test_a_preempted_trainer_goes_on_to_be_compared(
         )
     assert ended.value.code == 143
     assert [entry.step for entry in hf.list_checkpoints(tmp_path)] == [saved]
-    assert resumed(str(tmp_path), every=100).proof == Proof(exact=True, steps=compared)
+    assert resumed(tmp_path, every=100) == Proof(exact=True, steps=compared)
