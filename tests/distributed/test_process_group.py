@@ -15,63 +15,39 @@ from holdfast.engine.distributed import Coordinator, ProcessGroup, run_on_primar
 COUNT = 3
 
 
-def group(coordinator: Coordinator, timeout: float = 10.0) -> ProcessGroup:
-    return ProcessGroup("run", coordinator, timeout)
-
-
-def test_alone_nothing_is_sent() -> None:
-    found = object()  # that JSON could not hold
-    assert group(hf.processes.Alone()).decide("it", lambda: found) is found
-    assert run_on_primary("it", [found], lambda: found, hf.processes.Alone()) is found
-
-
 def decide(one: Coordinator, work: Callable[[], Any], timeout: float = 10.0) -> Any:
-    return group(one, timeout).decide("it", work)
+    return ProcessGroup("run", one, timeout).decide("it", work)
 
 
 def on_primary(one: Coordinator, work: Callable[[], Any], timeout: float = 10.0) -> Any:
     return run_on_primary("it", [1, ["a"]], work, one, timeout)
 
 
-WAYS = pytest.mark.parametrize("way", [decide, on_primary])
+def test_alone_nothing_is_sent() -> None:
+    found = object()  # that JSON could not hold
+    assert decide(hf.processes.Alone(), lambda: found) is found
+    assert run_on_primary("it", [found], lambda: found, hf.processes.Alone()) is found
 
 
-@WAYS
-def test_the_result_of_process_0_reaches_all(way: Any) -> None:
-    def work(one: Coordinator) -> Any:
-        return way(one, lambda: {"by": one.process_index})
+@pytest.mark.parametrize("way", [decide, on_primary])
+def test_the_result_and_the_error_of_process_0_reach_all_and_its_absence_is_told(way: Any) -> None:
+    assert together(COUNT, lambda one: way(one, lambda: {"by": one.process_index})) == [{"by": 0}] * COUNT
 
-    assert together(COUNT, work) == [{"by": 0}] * COUNT
-
-
-@WAYS
-def test_an_error_of_process_0_reaches_all(way: Any) -> None:
-    def fail() -> Any:
-        raise ZeroDivisionError("no such luck")
-
-    first, *others = together(COUNT, lambda one: way(one, fail))
+    first, *others = together(COUNT, lambda one: way(one, lambda: 1 / 0))
     assert isinstance(first, ZeroDivisionError)
     for other in others:
         assert isinstance(other, hf.errors.PeerFailedError)
-        assert "process 0 failed: ZeroDivisionError: no such luck" in str(other)
+        assert "process 0 failed: ZeroDivisionError: division by zero" in str(other)
+
+    for other in together(COUNT, lambda one: way(one, dict, 0.2) if one.process_index else None)[1:]:
+        assert isinstance(other, hf.errors.BarrierTimeoutError)
+        assert other.missing == (0,)
 
 
 def test_a_result_that_json_cannot_hold_reaches_all_as_an_error() -> None:
-    first, *others = together(COUNT, lambda one: group(one).decide("it", object))
+    first, *others = together(COUNT, lambda one: decide(one, object))
     assert isinstance(first, TypeError)
     assert all(isinstance(other, hf.errors.PeerFailedError) for other in others)
-
-
-@WAYS
-def test_a_process_0_that_does_not_come_is_named(way: Any) -> None:
-    def work(one: Coordinator) -> Any:
-        if one.process_index == 0:
-            return None
-        return way(one, dict, 0.2)
-
-    for other in together(COUNT, work)[1:]:
-        assert isinstance(other, hf.errors.BarrierTimeoutError)
-        assert other.missing == (0,)
 
 
 def test_process_0_waits_for_none() -> None:
@@ -82,10 +58,7 @@ def test_process_0_waits_for_none() -> None:
 
 
 def test_processes_that_ask_for_something_else() -> None:
-    def work(one: Coordinator) -> Any:
-        return run_on_primary("it", [one.process_index == 2], lambda: "done", one)
-
-    *others, last = together(COUNT, work)
+    *others, last = together(COUNT, lambda one: run_on_primary("it", [one.process_index == 2], lambda: "done", one))
     assert others == ["done", "done"]
     assert isinstance(last, hf.errors.StateError)
     assert "process 2 was asked for [True], but process 0 for [False]" in str(last)

@@ -6,14 +6,15 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import pytest
 from tests.processes.threads import MemoryCoordinator, memory_coordinators
 
 from holdfast.engine.checkpoint import leave_save
 from holdfast.engine.distributed import Alone, BoundedCoordinator, Rendezvous, missed_a_process, next_rendezvous
-from holdfast.engine.distributed.rendezvous import PART_SIZE, join_parts, part_keys, split_value, value_length
+from holdfast.engine.distributed.rendezvous import PART_SIZE
 from holdfast.engine.errors import BarrierTimeoutError, PeerFailedError, describe_error
 
 PATIENCE = 30.0
@@ -59,55 +60,23 @@ def test_values_stay_until_the_last_process_has_closed_it() -> None:
     assert coordinators[0].keys() == []
 
 
-def test_one_process_waits_for_nothing_and_leaves_nothing() -> None:
-    coordinator = Alone()
-    rendezvous = next_rendezvous(coordinator, "save")
-    assert rendezvous.gather("a", b"1", 0) == [b"1"]
-    assert rendezvous.summarize("a", b"1", 0, b"".join) == b"1"
-    assert rendezvous.broadcast("a", b"2", 0) == b"2"
-    rendezvous.barrier("b", 0)
-    rendezvous.close()
-    assert coordinator.try_get("save%231/broadcast/a/0") is None
-
-
 def test_names_are_never_given_twice() -> None:
     one, other = memory_coordinators(2)
     names = [next_rendezvous(coordinator, name).name for name in ("a", "a", "b") for coordinator in (one, other)]
     assert names == ["a#1", "a#1", "a#2", "a#2", "b#1", "b#1"]
 
 
-K = TypeVar("K", bound=MemoryCoordinator)
+def disturbed(happens: Callable[[], object]) -> MemoryCoordinator:
+    """Make the coordinator of process 1 of two, of which something happens before every call."""
+    _, made = memory_coordinators(2)
 
+    def call(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        happens()
+        return method(*args, **kwargs)
 
-def one_of(kind: type[K], count: int = 2, index: int = 1) -> tuple[K, list[MemoryCoordinator]]:
-    """Make the coordinators of processes; return one, which is of another kind, and the others."""
-    others = memory_coordinators(count)
-    made = others.pop(index)
-    made.__class__ = kind
-    assert isinstance(made, kind)
-    return made, others
-
-
-class Disturbed(MemoryCoordinator):
-    """A coordinator of which something happens before every call."""
-
-    before: Callable[[], object] = staticmethod(lambda: None)
-
-    def put(self, key: str, value: bytes) -> None:
-        self.before()
-        super().put(key, value)
-
-    def get(self, key: str, timeout: float, *, waited: float = 0.0) -> bytes:
-        self.before()
-        return super().get(key, timeout)
-
-    def try_get(self, key: str) -> bytes | None:
-        self.before()
-        return super().try_get(key)
-
-    def try_get_all(self, keys: Sequence[str]) -> list[bytes] | None:
-        self.before()
-        return super().try_get_all(keys)
+    for name in ("put", "get", "try_get", "try_get_all"):
+        setattr(made, name, partial(call, getattr(made, name)))
+    return made
 
 
 def gone() -> None:
@@ -124,9 +93,7 @@ OPERATIONS: dict[str, Any] = {
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_store_that_is_gone_is_a_failure_of_process_0(operation: str) -> None:
-    coordinator, _ = one_of(Disturbed)
-    rendezvous = Rendezvous(coordinator, "save")
-    coordinator.before = gone
+    rendezvous = Rendezvous(disturbed(gone), "save")
     with pytest.raises(PeerFailedError, match=r"the store that connects.* is gone.*socket closed") as caught:
         OPERATIONS[operation](rendezvous)
     assert caught.value.process == 0
@@ -204,13 +171,11 @@ def test_damaged_values_are_noticed() -> None:
 
 @pytest.mark.parametrize("length", [0, 1, PART_SIZE - 13, PART_SIZE - 12, PART_SIZE - 11, 3 * PART_SIZE])
 def test_values_are_cut_into_parts(length: int) -> None:
-    value = bytes(range(256)) * (length // 256 + 1)
-    value = value[:length]
-    parts = split_value(value)
-    assert max(len(part) for part in parts) <= PART_SIZE
-    assert value_length(parts[0]) == length
-    assert len(part_keys("key", length)) == len(parts)
-    assert join_parts(parts) == value
+    one, other = memory_coordinators(2)
+    value = (bytes(range(256)) * (length // 256 + 1))[:length]
+    Rendezvous(one, "save").broadcast("x", value, PATIENCE)
+    assert max(len(one.get(key, 0)) for key in one.keys()) <= PART_SIZE  # noqa: SIM118 - it is no dictionary
+    assert Rendezvous(other, "save").broadcast("x", None, PATIENCE) == value
 
 
 def test_process_0_must_give_the_value_of_a_broadcast() -> None:
@@ -232,9 +197,8 @@ def test_the_notes_of_an_error_reach_the_other_processes() -> None:
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_no_call_waits_for_a_frozen_store_for_ever(operation: str) -> None:
     """Its process is stopped, and its machine is up."""
-    coordinator, _ = one_of(Disturbed)
     thawed = threading.Event()
-    coordinator.before = thawed.wait
+    coordinator = disturbed(thawed.wait)
     rendezvous = next_rendezvous(coordinator, "save", 0.2)
     try:
         with pytest.raises(PeerFailedError, match=r"has not answered for 0\.2 s: its process is stopped"):
@@ -247,72 +211,61 @@ def test_no_call_waits_for_a_frozen_store_for_ever(operation: str) -> None:
         thawed.set()
 
 
-class Continuing(MemoryCoordinator):
-    """A coordinator whose store continues waits until they are given up."""
-
-    waits: set[str]
-
-    def get(self, key: str, timeout: float, *, waited: float = 0.0) -> bytes:
-        self.waits.add(key)
-        value = super().get(key, timeout)
-        self.waits.remove(key)
-        return value
-
-    def give_up(self, key: str) -> None:
-        self.waits.remove(key)
-
-
 @pytest.mark.parametrize("operation", ["barrier", "broadcast"])
 def test_an_operation_that_fails_leaves_no_wait_in_a_store_of_any_kind(operation: str) -> None:
-    made, _ = one_of(Continuing)
-    made.waits = set()
+    """Also where the store continues waits until they are given up."""
+    made: Any = memory_coordinators(2)[1]
+    waits: set[str] = set()
+
+    def continuing(key: str, *args: Any, get: Callable[..., bytes] = made.get, **kwargs: Any) -> bytes:
+        waits.add(key)
+        value = get(key, *args, **kwargs)
+        waits.remove(key)
+        return value
+
+    made.get, made.give_up = continuing, waits.remove
     with pytest.raises(BarrierTimeoutError):
         OPERATIONS[operation](Rendezvous(made, "save"))
-    assert made.waits == set()
+    assert waits == set()
 
 
-class Counted(MemoryCoordinator):
-    """A coordinator that notes the keys of every request for several values."""
+def counted(count: int) -> tuple[MemoryCoordinator, list[MemoryCoordinator], list[list[str]]]:
+    """Make process 0 and the others; gives the keys of each request of process 0 for several values, too."""
+    first, *others = memory_coordinators(count)
+    requests: list[list[str]] = []
 
-    requests: list[list[str]]
+    def noted(keys: Sequence[str], ask: Callable[..., Any] = first.try_get_all) -> Any:
+        requests.append(list(keys))
+        return ask(keys)
 
-    def try_get_all(self, keys: Sequence[str]) -> list[bytes] | None:
-        self.requests.append(list(keys))
-        return super().try_get_all(keys)
-
-
-def counted(count: int) -> tuple[Counted, list[MemoryCoordinator]]:
-    """Make process 0, which counts, and the others."""
-    first, others = one_of(Counted, count, 0)
-    first.requests = []
-    return first, others
+    first.try_get_all = noted  # type: ignore[method-assign]
+    return first, others, requests
 
 
 def test_the_values_of_many_processes_come_with_few_requests_each_for_one_folder() -> None:
-    first, others = counted(700)
+    first, others, requests = counted(700)
     for coordinator in others:
         Rendezvous(coordinator, "save").gather("x", b"%d" % coordinator.process_index, PATIENCE)
     assert Rendezvous(first, "save").gather("x", b"0", PATIENCE) == [b"%d" % process for process in range(700)]
-    assert len(first.requests) < 12
-    assert all(len({key.rpartition("/")[0] for key in keys}) == 1 for keys in first.requests)
-    folders = {key.rpartition("/")[0] for keys in first.requests for key in keys}
-    assert len(folders) == 3
+    assert len(requests) < 12
+    assert all(len({key.rpartition("/")[0] for key in keys}) == 1 for keys in requests)
+    assert len({key.rpartition("/")[0] for keys in requests for key in keys}) == 3
     assert first.keys() == []
 
 
 def test_the_missing_of_many_processes_are_found_with_few_requests() -> None:
-    first, others = counted(700)
+    first, others, requests = counted(700)
     for coordinator in others:
         if coordinator.process_index not in {3, 500}:
             Rendezvous(coordinator, "save").gather("x", b"", PATIENCE)
     with pytest.raises(BarrierTimeoutError, match="processes 3, 500 of 700 did not reach 'x'") as caught:
         Rendezvous(first, "save").gather("x", b"", 0.01)
     assert caught.value.missing == (3, 500)
-    assert len(first.requests) < 50
+    assert len(requests) < 50
 
 
 def test_the_keys_of_many_processes_are_deleted_once_all_have_closed() -> None:
-    first, others = counted(700)
+    first, others, requests = counted(700)
     made = [Rendezvous(coordinator, "save") for coordinator in (first, *others)]
     made[0].broadcast("x", b"abc", PATIENCE)
     for rendezvous in made[2:]:
@@ -321,11 +274,11 @@ def test_the_keys_of_many_processes_are_deleted_once_all_have_closed() -> None:
     assert first.keys()
     made[1].close()
     again = Rendezvous(first, "save again")
-    first.requests.clear()
+    requests.clear()
     again.close()
     left = first.keys()
     assert not [key for key in left if key.startswith("save/")]
-    assert len(first.requests) < 10
+    assert len(requests) < 10
 
 
 def test_a_process_that_has_heard_of_a_failure_does_not_take_it_over() -> None:

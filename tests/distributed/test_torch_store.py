@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -66,13 +65,17 @@ def processes(count: int = 2) -> tuple[CountedStore, list[TorchCoordinator]]:
     return store, [TorchCoordinator(store, index, count) for index in range(count)]
 
 
+def wait_for_end(name: str) -> None:
+    for thread in threading.enumerate():
+        if thread.name == name:
+            thread.join(PATIENCE)
+            assert not thread.is_alive(), "a wait is left in the store"
+
+
 @pytest.fixture(autouse=True)
 def no_wait_is_left() -> Iterator[None]:
     yield
-    for thread in threading.enumerate():
-        if thread.name == "holdfast-wait":
-            thread.join(PATIENCE)
-            assert not thread.is_alive(), "a wait is left in the store"
+    wait_for_end("holdfast-wait")
 
 
 def test_a_wait_is_one_request_until_the_value_is_there_and_a_look_where_it_ends() -> None:
@@ -141,65 +144,58 @@ def test_a_barrier_that_another_process_does_not_reach_leaves_no_wait(how: str) 
     assert all("the disk is full" in text if how == "fails" else "process 2 of 3 did" in text for text in told)
 
 
-# One process imports torch, in a second and a half, and forks a process for each program. A program runs to the end of
-# its script, where Python ends it as any other.
+# One process imports torch, and forks a process for each program. A program runs to the end of its script, where Python
+# ends it as any other.
 PROGRAMS = """
 import json
 import os
 import sys
+import tempfile
 import time
 import torch.distributed as distributed
 from holdfast.engine.distributed import next_rendezvous
 from holdfast.engine.distributed.torch_store import TorchCoordinator
 
 for line in iter(sys.stdin.readline, ""):
-    program, errors = json.loads(line)
+    errors = tempfile.TemporaryFile()
     process = os.fork()
     if process == 0:
-        os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
+        os.dup2(errors.fileno(), 2)
         break
-    print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
+    status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    errors.seek(0)
+    print(json.dumps([status, errors.read().decode()]), flush=True)
 else:
     os._exit(0)
 store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 coordinator = TorchCoordinator(store, 0, 2)
-exec(program)
+exec(json.loads(line))
 """
-
-
-@dataclass(frozen=True)
-class Done:
-    returncode: int
-    stderr: str
-
-
-Run = Callable[[str], Done]
+Run = Callable[[str], list[Any]]
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """Runs a program in a process of its own."""
-    errors = tmp_path_factory.mktemp("programs") / "stderr"
+def run() -> Iterator[Run]:
+    """Runs a program in a process of its own; returns its status, and what it wrote to standard error."""
     command, pipe = [sys.executable, "-c", PROGRAMS], subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
-        requests, answers = process.stdin, process.stdout
-        assert requests is not None
-        assert answers is not None
+        requests: Any = process.stdin
+        answers: Any = process.stdout
 
-        def run(program: str) -> Done:
-            errors.unlink(missing_ok=True)
-            print(json.dumps([program, str(errors)]), file=requests, flush=True)
-            return Done(int(answers.readline()), errors.read_text())
+        def run(program: str) -> list[Any]:
+            print(json.dumps(program), file=requests, flush=True)
+            done: list[Any] = json.loads(answers.readline())
+            return done
 
         yield run
         requests.close()
 
 
 def test_a_barrier_that_another_process_does_not_reach_is_a_clean_end_of_process_0(run: Run) -> None:
-    done = run('next_rendezvous(coordinator, "save").barrier("written", 0.3)')
-    assert done.returncode == 1
-    assert "BarrierTimeoutError: save#1: process 1 of 2 did not reach 'written' within 0.3 s" in done.stderr
-    assert "waitForInput" not in done.stderr, "torch warns of a wait that timed out"
+    status, said = run('next_rendezvous(coordinator, "save").barrier("written", 0.3)')
+    assert status == 1
+    assert "BarrierTimeoutError: save#1: process 1 of 2 did not reach 'written' within 0.3 s" in said
+    assert "waitForInput" not in said, "torch warns of a wait that timed out"
 
 
 WAITS = """
@@ -221,8 +217,8 @@ _ends_first, ends_later = store, LongEnd()  # the names with an underscore go fi
 del store
 sys.exit(5)
 """
-    done = run(WAITS + program)
-    assert done.returncode == 5, done.stderr
+    status, said = run(WAITS + program)
+    assert status == 5, said
 
 
 def test_a_call_that_the_store_answers_while_the_process_ends_does_not_abort_it(run: Run, tmp_path: Path) -> None:
@@ -258,8 +254,8 @@ begun.wait()
 ends_later = LongEnd()
 sys.exit(5)
 """
-    done = run(program)
-    assert done.returncode == 5, done.stderr
+    status, said = run(program)
+    assert status == 5, said
 
 
 def test_a_forked_process_does_not_give_up_the_waits_of_its_parent(run: Run) -> None:
@@ -270,8 +266,8 @@ child.start()
 child.join()
 assert not distributed.PrefixStore("holdfast", store).check(["step"])
 """
-    done = run(WAITS + program)
-    assert done.returncode == 0, done.stderr
+    status, said = run(WAITS + program)
+    assert status == 0, said
 
 
 def test_what_an_earlier_start_has_left_in_the_store_of_torchrun_is_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,10 +306,3 @@ def test_process_0_of_torchrun_ends_before_another_asks(ends: str) -> None:
     alive[0] = False
     wait_for_end("holdfast-start")
     assert next_rendezvous(second, "copy").broadcast("done", None, PATIENCE) == b"yes"
-
-
-def wait_for_end(name: str) -> None:
-    for thread in threading.enumerate():
-        if thread.name == name:
-            thread.join(PATIENCE)
-            assert not thread.is_alive()
