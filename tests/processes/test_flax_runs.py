@@ -90,12 +90,6 @@ def test_a_preemption_of_one_process(
     assert hf.verify(tmp_path / "runs").ok
 
 
-def test_fewer_processes_go_on(tmp_path: Path) -> None:
-    run_processes(train, COUNT, str(tmp_path), 5)
-    resumed = run_processes(train, 1, str(tmp_path), None)
-    assert resumed[0][1] == STEPS
-
-
 def test_what_each_process_has_is_seen_from_outside(tmp_path: Path, undisturbed: tuple[Path, list[Any]]) -> None:
     directory, ended = undisturbed
     shutil.copytree(directory, tmp_path, dirs_exist_ok=True)

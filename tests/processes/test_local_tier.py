@@ -13,19 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.processes.harness import Backend, Process, run_outcomes, run_processes
+from tests.processes.meshes import spread
 
 import holdfast as hf
 from holdfast.engine.manager.peers import Peer
 from holdfast.engine.storage import Location
 
 LAST = 12
-PATIENCE = 10  # seconds
-
-
-def options(process: Process, directory: str, per_host: int, patience: float) -> dict[str, Any]:
-    host = f"host{process.index // per_host}"
-    local = hf.Local(os.path.join(directory, host), every=2, host=host)
-    return {"save_interval_steps": 100, "local": local, "barrier_timeout_secs": patience, "save_at_end": False}
 
 
 def counted() -> list[str]:
@@ -41,10 +35,8 @@ def counted() -> list[str]:
     return opened
 
 
-def train_torch(
-    process: Process, directory: str, per_host: int, dies: int | None, patience: float = PATIENCE
-) -> tuple[int, list[Any]]:
-    """Trains to the end, or to the step at which all processes are killed."""
+def of_torch(process: Process) -> tuple[Any, Callable[[Any], Any], Callable[[Any], list[Any]]]:
+    """Returns a state, the update of a step, and what gives the values of a state."""
     import torch
 
     torch.manual_seed(process.index)
@@ -52,57 +44,52 @@ def train_torch(
     for parameter in model.parameters():
         torch.distributed.broadcast(parameter.data, 0)
     optimizer = torch.optim.Adam(model.parameters())
-    process.mark(Peer, "write", "copied", after=True)
-    read = counted()
-    given = options(process, directory, per_host, patience)
-    with hf.CheckpointCallback(os.path.join(directory, "store"), **given) as checkpoint:
-        state, start = checkpoint.restore_or_initialize({"model": model, "optimizer": optimizer})
-        assert not [place for place in read if place.startswith(os.path.join(directory, "store"))]
-        for step in range(start + 1, LAST + 1):
-            model(torch.randn(4, 300)).square().mean().backward()
-            for parameter in model.parameters():
-                torch.distributed.all_reduce(parameter.grad)
-            optimizer.step()
-            optimizer.zero_grad()
-            checkpoint.on_step(step, state)
-            if step == dies:
-                checkpoint.manager.wait_until_finished()
-                os.kill(os.getpid(), signal.SIGKILL)
-    return start, model.weight.tolist()
+
+    def update(state: Any) -> Any:
+        model(torch.randn(4, 300)).square().mean().backward()
+        for parameter in model.parameters():
+            torch.distributed.all_reduce(parameter.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        return state
+
+    return {"model": model, "optimizer": optimizer}, update, lambda _: model.weight.tolist()
 
 
-def train_jax(
-    process: Process, directory: str, per_host: int, dies: int | None, patience: float = PATIENCE
-) -> tuple[int, list[Any]]:
+def of_jax(process: Process) -> tuple[Any, Callable[[Any], Any], Callable[[Any], list[Any]]]:
     """The same, with an array of which each process has a part."""
     import jax
     import jax.numpy as jnp
-
-    spec: Any = jax.sharding.PartitionSpec
-    wait: Any = jax.block_until_ready
-    sharding = jax.sharding.NamedSharding(jax.make_mesh((jax.device_count(),), ("data",)), spec("data"))
 
     @jax.jit
     def update(state: Any) -> Any:
         return {"w": jnp.sin(state["w"]) + state["step"], "step": state["step"] + 1}
 
-    parts = jax.make_array_from_callback((8, 500), sharding, lambda index: np.ones((8, 500), np.float32)[index])
-    state: Any = {"w": parts, "step": 0}
-    read = counted()
-    given = options(process, directory, per_host, patience)
-    with hf.CheckpointCallback(os.path.join(directory, "store"), **given) as checkpoint:
+    parts = spread(np.ones((8, 500), np.float32), jax.make_mesh((jax.device_count(),), ("data",)), "data")
+    return {"w": parts, "step": 0}, update, lambda state: [one.data.tolist() for one in state["w"].addressable_shards]
+
+
+def train(
+    process: Process, directory: str, backend: Backend, per_host: int, dies: int | None, patience: float = 10.0
+) -> tuple[int, list[Any]]:
+    """Trains to the end, or to the step at which all processes are killed."""
+    state, update, values = of_torch(process) if backend == "torch" else of_jax(process)
+    process.mark(Peer, "write", "copied", after=True)
+    host, store, read = f"host{process.index // per_host}", os.path.join(directory, "store"), counted()
+    local = hf.Local(os.path.join(directory, host), every=2, host=host)
+    options: Any = {"save_interval_steps": 100, "local": local, "barrier_timeout_secs": patience, "save_at_end": False}
+    with hf.CheckpointCallback(store, **options) as checkpoint:
         state, start = checkpoint.restore_or_initialize(state)
-        assert not [place for place in read if place.startswith(os.path.join(directory, "store"))]
+        assert not [place for place in read if place.startswith(store)]
         for step in range(start + 1, LAST + 1):
             state = update(state)
             checkpoint.on_step(step, state)
             if step == dies:
-                wait(state)
+                checkpoint.manager.wait_until_finished()
                 os.kill(os.getpid(), signal.SIGKILL)
-    return start, [np.asarray(one.data).tolist() for one in state["w"].addressable_shards]
+    return start, values(state)
 
 
-TRAIN: dict[Backend, Callable[..., Any]] = {"torch": train_torch, "jax": train_jax}
 Undisturbed = Callable[[Backend, int, int], list[Any]]
 
 
@@ -113,7 +100,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     @functools.cache
     def run(backend: Backend, count: int, per_host: int) -> list[Any]:
         directory = str(tmp_path_factory.mktemp("undisturbed"))
-        return run_processes(TRAIN[backend], count, directory, per_host, None, backend=backend)
+        return run_processes(train, count, directory, backend, per_host, None, backend=backend)
 
     return run
 
@@ -123,12 +110,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
 def test_a_run_that_was_killed_continues_without_one_host(
     tmp_path: Path, undisturbed: Undisturbed, backend: Backend, count: int, per_host: int
 ) -> None:
-    train, whole = TRAIN[backend], undisturbed(backend, count, per_host)
+    whole = undisturbed(backend, count, per_host)
     for lost in range(count // per_host):
         directory = tmp_path / str(lost)
-        run_outcomes(train, count, str(directory), per_host, 9, backend=backend)
+        run_outcomes(train, count, str(directory), backend, per_host, 9, backend=backend)
         shutil.rmtree(directory / f"host{lost}")
-        resumed = run_processes(train, count, str(directory), per_host, None, backend=backend)
+        resumed = run_processes(train, count, str(directory), backend, per_host, None, backend=backend)
         starts = {start for start, _ in resumed}
         assert starts <= {6, 8}, "the local save of step 8 may have been under way"
         assert len(starts) == 1
@@ -139,10 +126,10 @@ def test_a_run_that_was_killed_continues_without_one_host(
 def test_a_process_that_dies_while_it_copies(tmp_path: Path, undisturbed: Undisturbed, dies: int) -> None:
     """The step is on no host then; what was local before counts, and the others raise an error that names the one."""
     whole = undisturbed("torch", 2, 1)
-    run_outcomes(train_torch, 2, str(tmp_path), 1, 5, backend="torch")
+    run_outcomes(train, 2, str(tmp_path), "torch", 1, 5, backend="torch")
     # The other one waits for it at several barriers.
-    killed = run_outcomes(train_torch, 2, str(tmp_path), 1, None, 1, backend="torch", kill=(dies, "copied"))
+    killed = run_outcomes(train, 2, str(tmp_path), "torch", 1, None, 1, backend="torch", kill=(dies, "copied"))
     assert killed[dies].status == -signal.SIGKILL
-    resumed = run_processes(train_torch, 2, str(tmp_path), 1, None, backend="torch")
+    resumed = run_processes(train, 2, str(tmp_path), "torch", 1, None, backend="torch")
     assert {start for start, _ in resumed} <= {2, 4}
     assert [weights for _, weights in resumed] == [weights for _, weights in whole]

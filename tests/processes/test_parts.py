@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from tests.processes.harness import Process, run_processes
-from tests.processes.meshes import distribute, layers, sharding, spread, torch_mesh
+from tests.processes.meshes import distribute, sharding, spread, torch_mesh
 from tests.versions import allow_empty_arrays
 
 from holdfast.engine.errors import UnsupportedLeafError
@@ -235,75 +235,6 @@ def test_parts_are_what_the_placements_say() -> None:
     common = {"type": "DTensor", "mesh": {"axes": [["dp", 2], ["tp", 2]]}}
     assert facts["(8, 4) (Shard(dim=0), Replicate())"][1]["sharding"] == {**common, "spec": ["dp", None]}
     assert facts["crossed"][1]["sharding"] == {**common, "spec": [["dp", "tp"], None], "rounds": [2, 1]}
-
-
-def trained(model: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the tensors of a model and of its optimizer after one step."""
-    import torch
-
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(4, 6)).sum().backward()
-    optimizer.step()
-    slots = {
-        f"{index}.{name}": tensor
-        for index, state in optimizer.state_dict()["state"].items()
-        for name, tensor in state.items()
-    }
-    return dict(model.named_parameters()), slots
-
-
-def fully_sharded(process: Process) -> dict[str, Facts]:
-    """FSDP2, alone and within a tensor-parallel mesh."""
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    facts: dict[str, Facts] = {}
-
-    def check(kind: str, model: Any) -> None:
-        for tensors in trained(model):
-            for name, tensor in tensors.items():
-                whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-                facts[f"{kind} {name}"] = checked(tensor, process.index, whole.detach().numpy())
-
-    model = layers(6, 10, 3)
-    for layer in (model[0], model[2]):
-        fully_shard(layer)
-    fully_shard(model)
-    check("fsdp", model)
-    square = torch_mesh(2, 2, names=("dp", "tp"))
-    model = parallelize_module(layers(6, 10, 3), square["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    fully_shard(model, mesh=square["dp"])
-    check("both", model)
-    return facts
-
-
-def test_models_and_optimizers_of_fsdp2() -> None:
-    facts = agreed(run_processes(fully_sharded, 4, backend="torch"))
-    expected = {
-        "fsdp 0.weight": EACH,
-        "fsdp 2.weight": EACH[:3],
-        "fsdp 0.exp_avg": EACH,
-        "fsdp 0.step": None,
-        "both 0.weight": [(0,), (2,), (1,), (3,)],
-        "both 2.weight": EACH,
-    }
-    assert {name: holders(facts[name]) for name in expected} == expected
-    assert facts["fsdp 0.weight"][1]["requires_grad"]
-    assert facts["both 0.weight"][1]["sharding"]["rounds"] == [2, 1]
-
-
-def data_parallel(process: Process) -> dict[str, Facts]:
-    from torch.nn.parallel import DistributedDataParallel
-
-    parameters, slots = trained(DistributedDataParallel(layers(6, 10, 3)))
-    tensors = (parameters | slots).items()
-    return {name: checked(tensor, process.index, tensor.detach().numpy()) for name, tensor in tensors}
-
-
-def test_plain_tensors_are_everywhere() -> None:
-    facts = agreed(run_processes(data_parallel, 2, backend="torch"))
-    assert {holders(each) is None for each in facts.values()} == {True}
-    assert facts["module.0.weight"][1] == {"kind": "torch", "requires_grad": True}
 
 
 def refused(process: Process) -> list[str]:

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -59,51 +60,18 @@ def test_all_save_the_same_step(tmp_path: Path) -> None:
     assert [(step, parameters) for _, step, _, parameters in resumed] == [(STEPS, one[3]) for one in whole]
 
 
-def train_divided(process: Process, directory: str, seed: int) -> tuple[int, list[float], list[float]]:
-    """Trains to the end; returns the first step, this process's part of a weight, and the losses."""
-    import torch
-    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-
-    mesh = torch_mesh(process.count)
-    torch.manual_seed(seed)
-
-    class Net(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = torch.nn.Parameter(distribute_tensor(torch.randn(4, 3), mesh, [Shard(0)]))
-            self.b = torch.nn.Parameter(distribute_tensor(torch.randn(3), mesh, [Replicate()]))
-
-    net = Net()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, foreach=False)
-    generator = torch.Generator().manual_seed(10 + process.index)  # each process draws its own
-    state = {"net": net, "optimizer": optimizer}
-    drawn = []
-    with hf.CheckpointCallback(directory, save_interval_steps=2) as checkpoint:
-        state, start = checkpoint.restore_or_initialize(state, rng=generator)
-        for step in range(start, 6):
-            drawn.append(float(torch.rand((), generator=generator)))
-            w: Any = net.w
-            w.grad = DTensor.from_local(w.to_local() * 0.1 + drawn[-1], mesh, [Shard(0)])
-            net.b.grad = distribute_tensor(torch.full((3,), float(step)), mesh, [Replicate()])
-            optimizer.step()
-            checkpoint.on_step(step + 1, state, rng=generator)
-            if step + 1 == 4:
-                checkpoint.manager.wait_until_finished()
-                process.reached("saved")
-    parts: Any = [net.w, optimizer.state[net.w]["exp_avg"], optimizer.state[net.w]["exp_avg_sq"], net.b]
-    return start, [value for part in parts for value in part.detach().to_local().flatten().tolist()], drawn
-
-
-def test_parameters_that_are_divided(tmp_path: Path) -> None:
-    """Killed and resumed bit for bit."""
-    whole = run_processes(train_divided, 2, str(tmp_path / "whole"), 1, backend="torch")
-    run_outcomes(train_divided, 2, str(tmp_path / "run"), 1, backend="torch", kill=(1, "saved"), timeout=30)
-    resumed = run_processes(train_divided, 2, str(tmp_path / "run"), 2, backend="torch")
-    assert [start for start, _, _ in resumed] == [4, 4]
-    assert [values for _, values, _ in resumed] == [values for _, values, _ in whole]
-    assert [drawn for _, _, drawn in resumed] == [drawn[4:] for _, _, drawn in whole]
-    assert resumed[0][2] != resumed[1][2]
-    assert hf.verify(tmp_path / "run").ok
+def go_on(
+    directory: str, state: Any, last: int, update: Callable[[int], object], extras: Any = None, **options: Any
+) -> list[str]:
+    """Trains to a step, which is not saved for being the last; returns the warnings."""
+    extras = extras or {}
+    with Logged() as logged, hf.CheckpointCallback(directory, save_at_end=False, **options) as checkpoint:
+        state, step = checkpoint.restore_or_initialize(state, **extras)
+        while step < last:
+            step += 1
+            update(step)
+            checkpoint.on_step(step, state, **extras)
+    return logged.warnings
 
 
 def validate(process: Process, directory: str, last: int) -> tuple[list[float], list[str]]:
@@ -115,18 +83,17 @@ def validate(process: Process, directory: str, last: int) -> tuple[list[float], 
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1))
     fully_shard(model, mesh=torch_mesh(process.count))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    with Logged() as logged, hf.CheckpointCallback(directory, save_interval_steps=2, save_at_end=False) as checkpoint:
-        state, step = checkpoint.restore_or_initialize({"model": model, "optimizer": optimizer})
-        while step < last:
-            step += 1
-            model(torch.full((2, 3), float(step))).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            with torch.no_grad():
-                model(torch.ones(2, 3))
-            checkpoint.on_step(step, state)
+
+    def update(step: int) -> None:
+        model(torch.full((2, 3), float(step))).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model(torch.ones(2, 3))
+
+    warnings = go_on(directory, {"model": model, "optimizer": optimizer}, last, update, save_interval_steps=2)
     parts: Any = model.parameters()
-    return [value for part in parts for value in part.full_tensor().flatten().tolist()], logged.warnings
+    return [value for part in parts for value in part.full_tensor().flatten().tolist()], warnings
 
 
 def test_a_validation_before_the_report_leaves_the_shards_of_fsdp(tmp_path: Path) -> None:
@@ -227,35 +194,13 @@ def test_on_another_number_of_processes_objects_without_states_are_no_news(tmp_p
     assert re.match(r"step 3 in .* was saved by 2 processes, and 1 continue: the random generators", warning)
 
 
-def accumulate(process: Process, directory: str) -> list[str]:
-    """Reports each micro-batch as a step; returns what is logged."""
-    import torch
-
-    model = torch.nn.Linear(2, 1)
-    with Logged() as logged, hf.CheckpointCallback(directory, save_interval_steps=1) as checkpoint:
-        state, _ = checkpoint.restore_or_initialize({"model": model})
-        for step in (1, 2):
-            model(torch.ones(1, 2)).sum().backward()
-            checkpoint.on_step(step, state)
-    return logged.warnings
-
-
-def test_several_processes_warn_of_gradients_that_they_do_not_save(tmp_path: Path) -> None:
-    for warnings in run_processes(accumulate, 2, str(tmp_path), backend="torch"):
-        assert [text.startswith("step 1 is saved without the gradients of 2 parameters") for text in warnings] == [True]
-
-
 def save_own(process: Process, directory: str, library: str) -> list[str]:
     """Saves an array of each process as if it were one of all; returns what is logged."""
     import jax
     import numpy as np
 
     noise = np.arange(3) + process.index if library == "numpy" else jax.random.key(process.index)
-    with Logged() as logged, hf.CheckpointCallback(directory, save_interval_steps=1) as checkpoint:
-        state, _ = checkpoint.restore_or_initialize({"w": np.ones(2)}, noise=noise)
-        for step in (1, 2):
-            checkpoint.on_step(step, state, noise=noise)
-    return logged.warnings
+    return go_on(directory, {"w": np.ones(2)}, 2, lambda step: None, {"noise": noise}, save_interval_steps=1)
 
 
 @pytest.mark.parametrize("library", ["numpy", "jax"])
@@ -353,19 +298,18 @@ def train_apart(process: Process, directory: str, kind: str, last: int) -> tuple
     torch.manual_seed(0 if kind == "later" else process.index)
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    parts: dict[str, Any] = {"model": model, "optimizer": optimizer}
-    extras = parts if kind == "extras" else {}
-    with Logged() as logged, hf.CheckpointCallback(directory, save_interval_steps=2, save_at_end=False) as checkpoint:
-        state, step = checkpoint.restore_or_initialize({} if extras else parts, **extras)
-        while step < last:
-            step += 1
-            optimizer.zero_grad()
-            own = process.index if kind == "later" and step > 2 else 0
-            model(torch.full((1, 3), float(step + own))).square().sum().backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            checkpoint.on_step(step, state, **extras)
-    return model.weight.flatten().tolist(), logged.warnings
+    parts = {"model": model, "optimizer": optimizer}
+
+    def update(step: int) -> None:
+        optimizer.zero_grad()
+        own = process.index if kind == "later" and step > 2 else 0
+        model(torch.full((1, 3), float(step + own))).square().sum().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    state, extras = ({}, parts) if kind == "extras" else (parts, {})
+    warnings = go_on(directory, state, last, update, extras, save_interval_steps=2)
+    return model.weight.flatten().tolist(), warnings
 
 
 @pytest.mark.parametrize("kind", ["state", "later", "extras"])
