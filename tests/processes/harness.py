@@ -113,7 +113,6 @@ def run_outcomes(
     timeout: float = 60.0,  # seconds after which they print where they are, and end
     kill: tuple[int, str] | None = None,  # the process that dies at an event (`Process.reached`), to which it must get
     recoverable: bool = True,  # with jax, whether the others survive it; nothing makes them survive process 0
-    heartbeat: int = 10,  # with jax, seconds until the others notice it
     store: Literal["tcp", "file"] = "tcp",  # with torch, where processes find each other: as with torchrun, or a file
     imports: Sequence[str] = (),  # modules that take long to import, and are imported once for all processes
     launch: Callable[[dict[str, Any]], list[int]] | None = None,  # runs the request instead of the backend's launcher
@@ -129,10 +128,9 @@ def run_outcomes(
         (folder / "work").write_bytes(pickle.dumps((function, arguments)))
         request = {
             "folder": str(folder), "count": count, "devices": devices_per_process, "timeout": timeout, "kill": kill,
-            "port": free_port(), "recoverable": recoverable, "heartbeat": heartbeat, "store": store,
-            "imports": list(imports),
+            "port": free_port(), "recoverable": recoverable, "store": store,
         }  # fmt: skip
-        statuses = (launch or launcher(backend).run)(request)
+        statuses = (launch or launcher(backend, *imports).run)(request)
         outcomes = [_outcome(folder, index, status) for index, status in enumerate(statuses)]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -196,10 +194,10 @@ class Launcher:
 
 
 @functools.cache
-def launcher(backend: Backend) -> Launcher:
-    """Returns the launcher that has imported a framework, a fork of the one that has imported only the engine."""
+def launcher(backend: Backend, *imports: str) -> Launcher:
+    """Returns the launcher that has imported a framework and more modules, a fork of the one with fewer imports."""
     if backend != "none":
-        return Launcher(*launcher("none").fork("tests.processes.launcher", backend))
+        return Launcher(*launcher(backend if imports else "none").fork("tests.processes.launcher", backend, *imports))
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),

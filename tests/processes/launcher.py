@@ -16,7 +16,7 @@ import pickle
 import pkgutil
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -49,8 +49,8 @@ IMPORTS = {
 }
 
 
-def serve(backend: str) -> None:
-    warm_up(IMPORTS[backend])
+def serve(backend: str, *imports: str) -> None:
+    warm_up([*IMPORTS[backend], *imports])
     for line in iter(sys.stdin.readline, ""):
         request = json.loads(line)
         print(json.dumps(fork(*request["fork"]) if "fork" in request else launch(backend, request)), flush=True)
@@ -79,27 +79,8 @@ def warm_up(names: Iterable[str] = ()) -> None:
     gc.freeze()
 
 
-def with_imports(names: Sequence[str], launch: Callable[..., list[int]], *arguments: Any) -> list[int]:
-    """Lets a fork of this process import more modules and launch processes; returns their statuses."""
-    answer, given = os.pipe()
-    child = os.fork()
-    if child == 0:
-        for name in names:
-            importlib.import_module(name)
-        os.write(given, json.dumps(launch(*arguments)).encode())
-        os._exit(0)
-    os.close(given)
-    with open(answer) as answers:
-        said = answers.read()
-    assert os.waitpid(child, 0)[1] == 0, f"the process that imports {names} has failed"
-    statuses: list[int] = json.loads(said)
-    return statuses
-
-
 def launch(backend: str, request: dict[str, Any]) -> list[int]:
     """Runs the processes of one request; returns their exit statuses, negative for signals."""
-    if imports := request.pop("imports", ()):
-        return with_imports(imports, launch, backend, request)
     wait, go = os.pipe()
     children = []
     for index in range(request["count"]):
@@ -164,7 +145,7 @@ def connect(backend: str, request: dict[str, Any], index: int) -> None:
         reach = {"coordinator_bind_address": f"127.0.0.1:{port}", "cluster_detection_method": "deactivate"}
         if hasattr(jax.config, "jax_enable_recoverability"):  # since jax 0.6
             configure("jax_enable_recoverability", request["recoverable"])
-            reach["heartbeat_timeout_seconds"] = request["heartbeat"]
+            reach["heartbeat_timeout_seconds"] = 10  # until the others notice that a process is gone
         initialize(f"127.0.0.1:{port}", count, index, **reach)
     elif backend == "torch":
         import torch.distributed

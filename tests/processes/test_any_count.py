@@ -20,10 +20,13 @@ SAMPLES, BATCH = 120, 12  # in an epoch, and of all processes in a step
 STEPS = 4  # of each run: three runs take more than one epoch
 
 
+def loader_of(index: int, count: int, size: int) -> Any:
+    data: Any = range(SAMPLES)
+    return DataLoader(data, batch_size=size, sampler=DistributedSampler(data, count, index, seed=7))
+
+
 def torch_batches(index: int, count: int) -> Any:
-    sampler = DistributedSampler(range(SAMPLES), count, index, seed=7)  # type: ignore[arg-type, var-annotated]
-    loader = DataLoader(range(SAMPLES), batch_size=BATCH // count, sampler=sampler)  # type: ignore[arg-type, var-annotated]
-    return hf.skip_to(loader, global_batch_size=BATCH)
+    return hf.skip_to(loader_of(index, count, BATCH // count), global_batch_size=BATCH)
 
 
 def grain_batches(index: int, count: int) -> Any:
@@ -63,8 +66,7 @@ class Undeclared(OwnOrder):
 def plain_batches(index: int, count: int) -> Any:
     """Of which each process draws other seeds for its workers; what is handed over is alike in all of them."""
     torch.manual_seed(index)
-    sampler = DistributedSampler(range(SAMPLES), count, index, seed=7)  # type: ignore[arg-type, var-annotated]
-    loader = DataLoader(range(SAMPLES), batch_size=BATCH // count, sampler=sampler)  # type: ignore[arg-type, var-annotated]
+    loader = loader_of(index, count, BATCH // count)
     return hf.skip_to(loader, generators=[np.random.default_rng(5)], state=(lambda: [1], print))
 
 
@@ -151,7 +153,7 @@ def test_more_processes_draw_alike_where_all_did(tmp_path: Path, seed: int | Non
     ("count", "size", "state", "message"),
     [
         (4, 12, None, "batches of 12 in each of 4 processes, which are 48: give it batch_size=12 // 4"),
-        (1, 7, {"epoch": 0, "samples": 24}, "24 samples after the start of epoch 0, which is no multiple of global_ba"),
+        (1, 7, {"epoch": 0, "samples": 24}, "24 samples after the start of epoch 0, which is no multiple of glo"),
         (
             1,
             12,
@@ -163,10 +165,8 @@ def test_more_processes_draw_alike_where_all_did(tmp_path: Path, seed: int | Non
 def test_a_position_of_all_processes_that_does_not_fit_is_refused(
     count: int, size: int, state: dict[str, int] | None, message: str
 ) -> None:
-    sampler = DistributedSampler(range(SAMPLES), count, 0)  # type: ignore[arg-type, var-annotated]
-    loader = DataLoader(range(SAMPLES), batch_size=size, sampler=sampler)  # type: ignore[arg-type, var-annotated]
     with pytest.raises((hf.errors.OptionError, hf.errors.StateError), match=message):
-        hf.skip_to(loader, global_batch_size=size).set_state(state or {})
+        hf.skip_to(loader_of(0, count, size), global_batch_size=size).set_state(state or {})
 
 
 def test_a_position_of_all_processes_needs_their_batch_size() -> None:

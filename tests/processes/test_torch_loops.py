@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 from tests.processes.harness import Logged, Process, run_outcomes, run_processes
@@ -143,19 +142,14 @@ def average(process: Process, directory: str, options: dict[str, Any], last: int
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers), **options)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     rows = torch.randn(4, 8, generator=torch.Generator().manual_seed(process.index))
-    callback = hf.CheckpointCallback(directory, save_interval_steps=3)
-    with Logged() as logged, contextlib.suppress(RuntimeError), callback as checkpoint:
-        state, start = checkpoint.restore_or_initialize({"model": model, "optimizer": optimizer})
-        for step in range(start + 1, 6):
-            loss = model(rows).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            checkpoint.on_step(step, state, metrics={"loss": loss})
-            if step == last < 5:
-                checkpoint.manager.wait_until_finished()
-                raise RuntimeError("a crash")
-    return [tensor.tolist() for tensor in model.state_dict().values()], logged.warnings
+
+    def update(step: int) -> None:
+        optimizer.zero_grad()
+        model(rows).square().mean().backward()
+        optimizer.step()
+
+    warnings = go_on(directory, {"model": model, "optimizer": optimizer}, last, update, save_interval_steps=3)
+    return [tensor.tolist() for tensor in model.state_dict().values()], warnings
 
 
 AVERAGES = {
@@ -174,13 +168,13 @@ AVERAGES = {
 
 @pytest.mark.parametrize("name", AVERAGES)
 def test_batch_normalization(tmp_path: Path, name: str) -> None:
-    """Crashed and resumed, bit for bit or with a warning of each process that differs."""
+    """Stopped after a step that is not saved, and resumed, bit for bit or with a warning of each that differs."""
     options, expected = AVERAGES[name]
-    whole = run_processes(average, 4, str(tmp_path / "whole"), options, 5, backend="torch")
+    whole = run_processes(average, 4, str(tmp_path / "whole"), options, 6, backend="torch")
     run_processes(average, 4, str(tmp_path / "run"), options, 4, backend="torch")
-    resumed = run_processes(average, 4, str(tmp_path / "run"), options, 5, backend="torch")
+    resumed = run_processes(average, 4, str(tmp_path / "run"), options, 6, backend="torch")
     for (tensors, warnings), (before, _), pattern in zip(resumed, whole, expected, strict=True):
-        named = [text for text in warnings if not re.match(r"step 5 is saved although .*running_mean", text)]
+        named = [text for text in warnings if not re.match(r"step 6 is saved although .*running_mean", text)]
         assert (tensors == before) == (not pattern)
         assert len(named) == bool(pattern)
         assert all(re.match(pattern, text) for text in named)
@@ -250,45 +244,65 @@ def test_an_optimizer_divided_among_processes_is_refused_with_advice_that_is_exa
     assert [(rates, weights) for _, rates, weights in resumed] == [(rates[2:], weights) for _, rates, weights in whole]
 
 
-def divide(process: Process, directory: str, kind: str) -> str:
-    """Begins with a model or an optimizer that differs between the processes; returns why it is refused."""
+def begin(process: Process, directory: str, case: str) -> str:
+    """Begins a run in which something differs between the processes; returns why it is refused."""
     import torch
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
     from torch.distributed.optim import PostLocalSGDOptimizer
 
-    model: Any = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
+    other = process.index == 1
+    model: Any = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 3 if case == "shape" and other else 1))
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-    if kind == "local SGD":
+    extras = {"data": iter([1])} if case == "extra" and other else {}
+    options: Any = {"resume": "must"} if case == "resume" and other else {}
+    if case == "directory":
+        directory = f"{directory}/{process.index}"
+    elif case == "local SGD":
         optimizer = PostLocalSGDOptimizer(optimizer, PeriodicModelAverager(period=2))
-    elif kind == "stages":
-        model, optimizer = model[process.index], None
-    elif kind != "plain":
-        strategy = ShardingStrategy.NO_SHARD if kind == "whole" else ShardingStrategy.FULL_SHARD
+    elif case == "stages":
+        model, optimizer = model[process.index % 2], None
+    elif case in ("whole", "shards"):
+        strategy = ShardingStrategy.NO_SHARD if case == "whole" else ShardingStrategy.FULL_SHARD
         model[1] = FullyShardedDataParallel(model[1], device_id=torch.device("cpu"), sharding_strategy=strategy)
         optimizer = None
     try:
-        with hf.CheckpointCallback(directory, save_at_end=False) as checkpoint:
-            checkpoint.restore_or_initialize({"model": model, "optimizer": optimizer})
+        with hf.CheckpointCallback(directory, save_interval_steps=1, barrier_timeout_secs=20, **options) as checkpoint:
+            state, step = checkpoint.restore_or_initialize({"model": model, "optimizer": optimizer}, **extras)
+            if case == "plain":
+                checkpoint.on_step(step + 1, state)
     except hf.HoldfastError as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
 
-DIVIDED = {
-    "local SGD": "UnsupportedLeafError: optimizer: a PostLocalSGDOptimizer trains other .*optimizer=optimizer",
-    "shards": "UnsupportedLeafError: model: a FullyShardedDataParallel divides .*fully_shard",
-    "stages": r"OptionError: the processes train other parameters \(model.bias \[1\], .*\{\}, model=model",
-    "whole": "",
-    "plain": "",
+# Whether there is a step already; the error of the processes that do as usual.
+BEGINNINGS: dict[str, tuple[bool, str]] = {
+    "plain": (False, ""),
+    "whole": (False, ""),
+    "local SGD": (False, "UnsupportedLeafError: optimizer: a PostLocalSGDOptimizer trains other .*optimizer=optimizer"),
+    "shards": (False, "UnsupportedLeafError: model: a FullyShardedDataParallel divides .*fully_shard"),
+    "stages": (False, r"OptionError: the processes train other parameters \(model.bias \[1\], .*\{\}, model=model"),
+    "directory": (True, "StateError: the options of the managers differ.*directory: process 0 has '/"),
+    "resume": (
+        True,
+        "StateError: the options of the callbacks differ.*resume: process 0 has 'auto', and process 1 has 'must'",
+    ),
+    "extra": (True, ".*process 1 failed: OptionError.*data"),
+    "shape": (True, ".*process 1 failed: TreeMismatchError.*weight"),
 }
 
 
-@pytest.mark.parametrize("kind", DIVIDED)
-def test_what_differs_between_the_processes_is_refused_before_the_first_step(tmp_path: Path, kind: str) -> None:
-    """Before, a resume gave all of them the values of process 0, or the second save failed."""
-    for refusal in run_processes(divide, 2, str(tmp_path), kind, backend="torch"):
-        assert re.match(f"{DIVIDED[kind]}.*$" if DIVIDED[kind] else "$", refusal), refusal
+@pytest.mark.parametrize("case", BEGINNINGS)
+def test_what_differs_between_the_processes_is_told_to_all_before_the_first_step(tmp_path: Path, case: str) -> None:
+    """Else a resume gives all of them the values of process 0, or the others wait for a timeout without a reason."""
+    is_resumed, error = BEGINNINGS[case]
+    if is_resumed:
+        run_processes(begin, 3, str(tmp_path), "plain", backend="torch")
+    first, _, third = run_processes(begin, 3, str(tmp_path), case, backend="torch")
+    for told in (first, third):
+        assert re.match(f"{error}.*$" if error else "$", told, re.DOTALL), told
+        assert "BarrierTimeoutError" not in told
 
 
 def train_apart(process: Process, directory: str, kind: str, last: int) -> tuple[list[float], list[str]]:
@@ -342,48 +356,6 @@ def test_a_step_that_one_process_does_not_see_is_an_error(tmp_path: Path) -> Non
     (tmp_path / "1").mkdir()
     for text in run_processes(restore_own_view, 2, str(tmp_path), backend="torch"):
         assert "/proc/self/cwd/run: process 0 sees step 3, and process 1 does not" in text
-
-
-def begin(process: Process, directory: str, case: str) -> str:
-    """Begins a run; what process 1 does is not what the others do."""
-    import torch
-
-    other = process.index == 1
-    place = f"{directory}/{process.index}" if case == "directory" else directory
-    resume: Literal["auto", "must"] = "must" if case == "resume" and other else "auto"
-    model = torch.nn.Linear(2, 3 if case == "shape" and other else 1)
-    extras = {"data": iter([1])} if case == "extra" and other else {}
-    try:
-        with hf.CheckpointCallback(place, resume=resume, barrier_timeout_secs=20) as checkpoint:
-            state, step = checkpoint.restore_or_initialize({"model": model}, **extras)
-            if case != "prepare":
-                return "began"
-            checkpoint.on_step(step + 1, state)
-    except hf.HoldfastError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-BEGIN = {
-    "directory": ["StateError: the options of the managers differ", "directory: process 0 has '/"],
-    "resume": [
-        "StateError: the options of the callbacks differ",
-        "resume: process 0 has 'auto', and process 1 has 'must'",
-    ],
-    "extra": ["process 1 failed: OptionError", "data"],
-    "shape": ["process 1 failed: TreeMismatchError", "weight"],
-}
-
-
-@pytest.mark.parametrize("case", BEGIN)
-def test_what_stops_one_process_at_the_start_is_told_to_all(tmp_path: Path, case: str) -> None:
-    """Before, the others waited until the timeout of the barrier, which did not say why."""
-    run_processes(begin, 3, str(tmp_path), "prepare", backend="torch")
-    found = run_processes(begin, 3, str(tmp_path), case, backend="torch")
-    for index in (0, 2):
-        for text in BEGIN[case]:
-            assert text in found[index], found
-    assert "BarrierTimeoutError" not in str(found)
 
 
 def write_alone(process: Process, directory: str) -> str:
