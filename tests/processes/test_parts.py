@@ -151,22 +151,6 @@ def test_some_processes_may_hold_nothing() -> None:
     assert {name: holders(each) for name, each in facts.items()} == expected
 
 
-def prefetched(process: Process) -> list[int]:
-    from holdfast.engine.pytree.jax_leaves import JaxDescriber
-
-    array = spread(numbers(8), mesh_of((2, 2), "x", "y"), "x")
-    assert JaxDescriber([array]).describe(array).parts == described(array).parts
-    array.delete()
-    JaxDescriber([array])
-    with pytest.raises(Exception, match="was deleted or donated"):
-        described(array)
-    return [piece.array.size for piece in described(spread(numbers(8), mesh_of((2, 2), "x", "y"))).pieces]
-
-
-def test_copies_are_started_for_what_is_read() -> None:
-    assert run_processes(prefetched, 2, devices_per_process=2) == [[8], [8]]
-
-
 # ---- torch
 
 
