@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from holdfast.engine.pytree import ArrayLeaf, describe
+
 
 def sharding(mesh: Any, *spec: Any) -> Any:
     """Return the sharding of jax in which each axis of an array is divided along axes of a mesh."""
@@ -47,6 +49,17 @@ def torch_mesh(*shape: int, names: tuple[str, ...] | None = None) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
 
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def box(start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(low, low + size) for low, size in zip(start, shape, strict=True))
+
+
+def pieces_of(value: Any) -> list[tuple[tuple[slice, ...], np.ndarray[Any, Any]]]:
+    """Return what this process holds of an array or tensor, with the places."""
+    [leaf] = describe(["x"], [value])
+    assert isinstance(leaf, ArrayLeaf)
+    return [(box(piece.start, piece.array.shape), piece.array) for piece in leaf.pieces]
 
 
 def layers(*sizes: int) -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from tests.processes.harness import Process, run_processes
-from tests.processes.meshes import distribute, sharding, spread, torch_mesh
+from tests.processes.meshes import box, distribute, sharding, spread, torch_mesh
 from tests.versions import allow_empty_arrays
 
 from holdfast.engine.errors import UnsupportedLeafError
@@ -46,10 +46,6 @@ def checked(value: Any, process: int, expected: NDArray[Any]) -> Facts:
         covered[index] += 1
     np.testing.assert_array_equal(covered, held)
     return leaf.parts, leaf.details
-
-
-def box(start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
-    return tuple(slice(low, low + size) for low, size in zip(start, shape, strict=True))
 
 
 def agreed(facts: list[dict[str, Facts]]) -> dict[str, Facts]:

@@ -10,7 +10,7 @@ import pytest
 from tests.dtypes import DTYPES, EMPTY
 from tests.equality import assert_same
 from tests.processes.harness import Backend, Process, run_outcomes, run_processes, told
-from tests.processes.meshes import abstract, distribute, torch_mesh
+from tests.processes.meshes import abstract, distribute, pieces_of, torch_mesh
 
 import holdfast as hf
 from holdfast.engine.arrays import TreeReader
@@ -151,28 +151,12 @@ def restore_divided(process: Process, directory: str, backend: str) -> tuple[int
         template = jax_template() if backend == "jax" else torch_template()
         reading.restore(None, template)
         found = reading.restore(None, template)  # new connections, which nothing of the first ones disturbs
-    values = divided()
-    for name, value in found.items():
-        for one, expected in zip(
-            *([value, values[name]] if name == "norms" else [[value], [values[name]]]), strict=True
-        ):
-            for place, part in parts_of(one):
-                assert part == np.ascontiguousarray(expected[place]).tobytes(), name
-    return handler.bytes_read, [str(place) for place, _ in parts_of(found["rows"])]
-
-
-def parts_of(value: Any) -> list[tuple[Any, bytes]]:
-    if hasattr(value, "addressable_shards"):
-        return [(shard.index, np.asarray(shard.data).tobytes()) for shard in value.addressable_shards]
-    import torch
-
-    if not hasattr(value, "to_local"):
-        return [(..., value.numpy().tobytes())]
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape, start = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
-    place = tuple(slice(first, first + size) for first, size in zip(start, shape, strict=True))
-    return [(place, value.to_local().contiguous().view(torch.uint8).numpy().tobytes())]
+    for name, expected in divided().items():
+        several = [found[name], expected] if name == "norms" else [[found[name]], [expected]]
+        for value, whole in zip(*several, strict=True):
+            for place, part in pieces_of(value):
+                assert part.tobytes() == np.ascontiguousarray(whole[place]).tobytes(), name
+    return handler.bytes_read, [str(place) for place, _ in pieces_of(found["rows"])]
 
 
 @pytest.mark.parametrize("backend", ["torch", "jax"])

@@ -418,12 +418,12 @@ def fail_before_a_save(process: Process, directory: str) -> str:
             pass
 
     model = Model(2, 1)
+
+    def update(step: int) -> None:
+        model.fails = step == 2 and process.index == 1
+
     try:
-        with hf.CheckpointCallback(directory, save_interval_steps=1, barrier_timeout_secs=600) as checkpoint:
-            state, _ = checkpoint.restore_or_initialize({"model": model})
-            for step in (1, 2):
-                model.fails = step == 2 and process.index == 1
-                checkpoint.on_step(step, state)
+        go_on(directory, {"model": model}, 2, update, save_interval_steps=1, barrier_timeout_secs=600)
     except (hf.SaveFailedError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return ""

@@ -37,6 +37,7 @@ def beside(place: Path) -> ModelCheckpoint:
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 def test_a_file_of_lightning_counts_only_where_it_is_named(tmp_path: Path) -> None:
     program.run(new_directory(), callbacks=(beside(tmp_path),), max_steps=3)
+    assert "holdfast" not in torch.load(tmp_path / "last.ckpt", weights_only=True)
     for named, first in (("last", 3), (str(tmp_path / "last.ckpt"), 5)):
         resumed = program.run(new_directory(), callbacks=(beside(tmp_path),), ckpt_path=named, max_steps=first + 2)
         assert resumed.recorder.first_step == first

@@ -132,17 +132,6 @@ def test_a_path_that_is_named_wins(caplog: pytest.LogCaptureFixture) -> None:
     assert program.run(new_directory(), ckpt_path=directory, max_epochs=4).recorder.first_step == 15
 
 
-def test_lightnings_own_file(tmp_path: Path) -> None:
-    class Saves(lightning.pytorch.Callback):
-        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-            trainer.save_checkpoint(tmp_path / f"{trainer.global_step}.ckpt")
-
-    program.run(new_directory(), callbacks=(Saves(),))
-    assert "holdfast" not in torch.load(tmp_path / "10.ckpt", weights_only=True)
-    resumed = program.run(new_directory(), ckpt_path=str(tmp_path / "10.ckpt"))
-    assert resumed.recorder.first_step == 10
-
-
 def test_callback_of_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
     def fit(directory: str, **options: Any) -> Any:
         callback = CheckpointCallback(directory, save_interval_steps=1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +10,6 @@ from typing import Any
 
 import lightning.pytorch
 import pytest
-import safetensors.torch
 import torch
 from tests.integrations.lightning import program
 from tests.integrations.lightning.program import new_directory
@@ -108,78 +106,26 @@ def test_a_trainer_without_the_callback(tmp_path: Path) -> None:
 # ---- init_from=
 
 
-class Beginning(lightning.Callback):
-    """Notes what a run begins with."""
+def test_one_fit_after_another_takes_the_weights_once(tmp_path: Path) -> None:
+    torch.save(program.Model().state_dict(), tmp_path / "weights.pt")
+    begun: list[torch.Tensor] = []
 
-    def __init__(self) -> None:
-        self.weights: dict[str, torch.Tensor] = {}
-        self.step = -1
-        self.moments = -1
+    class Beginning(lightning.Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            begun.append(pl_module.head.weight.detach().clone())
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.weights = {key: value.clone() for key, value in pl_module.state_dict().items()}
-        self.step = trainer.global_step
-        self.moments = len(trainer.optimizers[0].state)
-
-
-def fit(directory: str, steps: int, seed: int, **options: Any) -> tuple[Beginning, Any]:
-    torch.manual_seed(seed)
-    beginning = Beginning()
-    callback = CheckpointCallback(directory, save_interval_steps=100, **options)
-    trainer = program.trainer(beginning, callback, max_steps=steps, num_sanity_val_steps=0)
-    trainer.fit(program.Model(), *program.loaders("plain"))
-    return beginning, trainer
-
-
-@pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A run of three steps, and what else may be written of it."""
-    path = tmp_path_factory.mktemp("other")
-    _, trainer = fit(str(path / "run"), 3, seed=5)
-    weights = {name: value.clone() for name, value in trainer.lightning_module.state_dict().items()}
-    trainer.save_checkpoint(path / "lightning.ckpt")
-    torch.save(weights, path / "weights.pt")
-    safetensors.torch.save_file(weights, path / "weights.safetensors")
-    return path, weights
-
-
-@pytest.mark.parametrize("name", ["run", "lightning.ckpt", "weights.pt", "weights.safetensors"])
-def test_weights_come_from_any_checkpoint(other: Any, name: str, caplog: pytest.LogCaptureFixture) -> None:
-    path, weights = other
-
-    with caplog.at_level(logging.INFO, "holdfast"):
-        beginning, _ = fit(new_directory(), 1, seed=6, init_from=path / name)
-
-    assert beginning.weights.keys() == weights.keys()
-    assert all(torch.equal(beginning.weights[key], value) for key, value in weights.items())
-    assert (beginning.step, beginning.moments) == (0, 0)
-    assert len([line for line in caplog.messages if line.startswith("took the weights from ")]) == 1
-
-
-def test_one_fit_after_another_takes_it_once(
-    other: Any,
-) -> None:
-    path, weights = other
-    beginning = Beginning()
-    checkpoint = CheckpointCallback(
-        new_directory(), save_interval_steps=100, save_at_end=False, init_from=path / "weights.pt"
-    )
+    checkpoint = CheckpointCallback(new_directory(), save_at_end=False, init_from=tmp_path / "weights.pt")
     model = program.Model()
     for _ in range(2):
-        trainer = program.trainer(beginning, checkpoint, max_steps=2, num_sanity_val_steps=0)
-        trainer.fit(model, *program.loaders("plain"))
+        program.trainer(Beginning(), checkpoint, max_steps=2).fit(model, *program.loaders())
+    taken = torch.load(tmp_path / "weights.pt")["head.weight"]
+    assert [torch.equal(one, taken) for one in begun] == [True, False]
 
-    assert not torch.equal(beginning.weights["head.weight"], weights["head.weight"])
 
-
-def test_strategies_that_shard_first_are_refused(
-    other: Any,
-) -> None:
-    path, _ = other
+def test_strategies_that_shard_first_are_refused() -> None:
     trainer = SimpleNamespace(strategy=SimpleNamespace(restore_checkpoint_after_setup=True))
-
     with pytest.raises(hf.errors.OptionError, match="does not work with SimpleNamespace"):
-        take_weights(trainer, program.Model(), path / "weights.pt")
+        take_weights(trainer, program.Model(), "weights.pt")
 
 
 # ---- the version of what is written

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import lightning.pytorch as lightning
 import pytest
+import safetensors.torch
 import torch
 from lightning.pytorch import callbacks as parts
 from tests.equality import assert_same
@@ -466,17 +468,39 @@ def test_a_file_of_lightning_does_not_name_parameters(
     assert ("does not name the parameters" in caplog.text) == (not taken)
 
 
-def test_init_from_takes_the_weights_that_fit(caplog: pytest.LogCaptureFixture) -> None:
-    other = new_directory()
-    old, _ = fit(other, STEPS, LAYERS, adam)
-    layers = {**LAYERS, "head": 5, "new": 2}
-    with pytest.raises(hf.TreeMismatchError, match="are not those of the model"):
-        fit(new_directory(), 1, layers, adam, seed=2, init_from=other)
-    trainer, seen = fit(new_directory(), 1, layers, adam, seed=2, init_from=other, partial="initialize")
+def weights_in(place: Path, kind: str) -> dict[str, torch.Tensor]:
+    """Trains for some steps, and writes the weights as a checkpoint of a kind."""
+    run = place if kind == "run" else new_directory()
+    trainer, _ = fit(str(run), STEPS, LAYERS, adam)
+    weights: dict[str, torch.Tensor] = trainer.lightning_module.state_dict()
+    if kind == "lightning.ckpt":
+        trainer.save_checkpoint(place)
+    elif kind == "weights.pt":
+        torch.save(weights, place)
+    elif kind == "weights.safetensors":
+        safetensors.torch.save_file(weights, place)
+    return weights
 
-    weights, net = old.lightning_module.state_dict(), trainer.lightning_module
+
+@pytest.mark.parametrize("kind", ["run", "lightning.ckpt", "weights.pt", "weights.safetensors"])
+def test_weights_come_from_any_checkpoint(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    weights = weights_in(tmp_path / kind, kind)
+    caplog.set_level(logging.INFO, "holdfast")
+    _, seen = fit(new_directory(), 1, LAYERS, adam, seed=2, init_from=tmp_path / kind)
+    assert_same(seen.weights, dict(weights))
+    assert (seen.step, seen.moments) == (0, {})
+    assert len([line for line in caplog.messages if line.startswith("took the weights from ")]) == 1
+
+
+def test_init_from_takes_the_weights_that_fit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    weights, layers = weights_in(tmp_path, "run"), {**AT_END, "head": 5}
+    with pytest.raises(hf.TreeMismatchError, match="are not those of the model"):
+        fit(new_directory(), 1, layers, adam, seed=2, init_from=tmp_path)
+    trainer, seen = fit(new_directory(), 1, layers, adam, seed=2, init_from=tmp_path, partial="initialize")
+
+    initial = trainer.lightning_module.initial
     for name, value in seen.weights.items():
-        assert torch.equal(value, net.initial[name] if name in OF_HEAD | OF_NEW else weights[name]), name
+        assert torch.equal(value, initial[name] if name in OF_HEAD | OF_NEW else weights[name]), name
     assert (seen.step, seen.moments) == (0, {})
     (warning,) = [text for text in caplog.messages if "partial='initialize'" in text]
     assert {line.split(":")[1].strip() for line in warning.splitlines()[1:]} == OF_HEAD | OF_NEW
