@@ -47,6 +47,9 @@ class Net(lightning.LightningModule):
         self.head = torch.nn.Linear(4, 1)
         self.seen: list[tuple[Any, ...]] = []
 
+    def steps_done(self) -> int:
+        return int(self.trainer.global_step)
+
     def note(self, what: str, *values: Any) -> None:
         self.seen.append((what, self.trainer.global_step, *values))
 
@@ -61,7 +64,7 @@ class Net(lightning.LightningModule):
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         self.note("batch", batch[0].tolist())
-        if self.trainer.global_step + 1 == self.signal_at:
+        if self.steps_done() + 1 == self.signal_at:
             os.kill(os.getpid(), signal.SIGTERM)
         loss: torch.Tensor = self.head(self.body(batch[0])).square().mean()
         return loss
@@ -328,13 +331,12 @@ def test_metrics_that_the_module_does_not_have_any_more_are_named(caplog: pytest
     assert f"the module lacks metrics that the checkpoint has; they are ignored: {names}" in caplog.messages
 
 
-class Named(ModelCheckpoint):
-    """Keeps files of its own."""
-
-
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 def test_a_checkpoint_callback_of_the_program_is_none_of_ours(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
     directory = new_directory()
+
+    class Named(ModelCheckpoint):
+        """Keeps files of its own."""
 
     def callbacks() -> list[Any]:
         return [CheckpointCallback(directory), Named(tmp_path, monitor="val_loss", save_top_k=2)]
@@ -350,36 +352,31 @@ def test_a_checkpoint_callback_of_the_program_is_none_of_ours(tmp_path: Any, cap
 # ---- manual optimization without the optimizers of Lightning: batches are the steps
 
 
-RAW_BATCHES, RAW_EPOCHS = 6, 2
 SAID = "batches count as steps, because no Lightning optimizer steps"
 
 
-class Raw(lightning.LightningModule):
+class Raw(Net):
     """Steps with the optimizer that Lightning has wrapped."""
 
     every = 1  # update after so many batches
 
-    def __init__(self, signal_at: int | None) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.signal_at, self.drawn = signal_at, 0
-        self.layer = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Dropout(0.2), torch.nn.Linear(3, 1))
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), 0.02)
+    def steps_done(self) -> int:
+        return int(self.trainer.fit_loop.total_batch_idx)
 
     def optimizer(self) -> Any:
         return self.optimizers(use_pl_optimizer=False)
 
-    def training_step(self, batch: Any, index: int) -> None:
-        optimizer = self.optimizer()
-        self.manual_backward(self.layer(batch).square().mean())
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        loss, optimizer = super().training_step(batch, index), self.optimizer()
+        self.manual_backward(loss)
         if (index + 1) % self.every == 0:
             optimizer.step()
             optimizer.zero_grad()
-        self.drawn += 1
-        if self.drawn == self.signal_at:
-            os.kill(os.getpid(), signal.SIGTERM)
+        return loss
 
 
 class Accumulating(Raw):
@@ -421,13 +418,9 @@ class Own(Raw):
 
 
 def raw_fit(directory: str, kind: type[Raw], seed: int = 1, signal_at: int | None = None, **options: Any) -> list[Any]:
-    torch.manual_seed(seed)
-    model = kind(signal_at)
-    callback = CheckpointCallback(directory, max_to_keep=None, witness_steps_after_signal=0, **options)
-    data: Any = torch.randn(RAW_BATCHES * 2, 4, generator=torch.Generator().manual_seed(3))
-    program.trainer(callback, max_epochs=RAW_EPOCHS).fit(model, DataLoader(data, 2, shuffle=True))
-    optimizer = [state.tolist() for moments in model.optimizer().state.values() for state in moments.values()]
-    return [{name: value.tolist() for name, value in model.state_dict().items()}, optimizer]
+    callback = CheckpointCallback(directory, witness_steps_after_signal=0, **options)
+    net: Any = fit(directory, kind, seed, signal_at, callbacks=[callback])
+    return [weights(net), program.plain([*net.optimizer().state.values()])]
 
 
 @pytest.mark.parametrize(
@@ -435,8 +428,8 @@ def raw_fit(directory: str, kind: type[Raw], seed: int = 1, signal_at: int | Non
     [
         (Raw, 5, [3], 5, 12),
         (Own, 5, [3], 5, 12),
-        (Later, 8, [3, 6], 8, 12),
-        (Sooner, 8, [3, 6], 8, 12),
+        (Later, 7, [3, 6], 7, 12),
+        (Sooner, 7, [3, 6], 7, 12),
         (Accumulating, 5, [], 3, 6),
     ],
 )
