@@ -171,22 +171,8 @@ class Share:
             yield [torch.as_tensor(np.stack([part, part])) for part in Numbered()[number]]
 
 
-class OfArrays(program.Model):
-    """Takes batches of numpy's arrays."""
-
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return [torch.as_tensor(part) for part in batch]
-
-
 def of_all(kind: str, index: int, count: int) -> Any:
     """Makes a loader whose position is one of all processes."""
-    if kind == "elastic":
-        import grain  # type: ignore[import-untyped]
-
-        data = grain.MapDataset.range(len(Numbered())).shuffle(seed=3).map(Numbered().__getitem__).repeat()
-        shares = grain.sharding.ShardOptions(shard_index=index, shard_count=count)
-        reads = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)  # by default, 500 batches by 16 threads
-        return iter(grain.experimental.ElasticIterator(data, GLOBAL_BATCH, shares, read_options=reads))
     sampler: Any = DistributedSampler(Numbered(), num_replicas=count, rank=index, seed=3)
     loader = DataLoader(Numbered(), GLOBAL_BATCH // count, sampler=sampler)
     position = hf.skip_to(loader, index if kind == "of all, apart" else 0, global_batch_size=GLOBAL_BATCH)
@@ -238,7 +224,7 @@ def fit(
     when = {name: options.pop(name) for name in list(options) if name.endswith("_after")}
     recorder = Recorder(**{name: step for name, (process, step) in when.items() if process in (index, "all")})
     recorder.slow_after = min((step for _, step in when.values()), default=None)
-    model = OfArrays() if loader == "elastic" else Model() if noted else program.Model()
+    model = Model() if noted else program.Model()
     if strategy in ("fsdp2", "tensor"):
         tensor = count if strategy == "tensor" else 1
         strategy, model = ModelParallelStrategy(count // tensor, tensor), Sharded()
@@ -261,7 +247,7 @@ def fit(
     others: list[Any] = [callbacks.EMAWeightAveraging(decay=0.5)] if average else []
     if loader == "share":
         train: Any = Share(index, count)
-    elif loader.startswith(("of all", "elastic")):
+    elif loader.startswith("of all"):
         train = of_all(loader, index, count)
         others.append(Seen(Path(directory).with_name(f"seen-{count}-{index}")))
     else:

@@ -86,14 +86,10 @@ def test_objects_are_left_out_with_one_warning(caplog: pytest.LogCaptureFixture)
     facts = {"loss": torch.nn.MSELoss(), "layers": [torch.nn.ReLU(), 2], "size": np.int64(3), "rate": 0.5}
     with caplog.at_level(logging.WARNING, logger="holdfast"):
         program.run(directory, facts=facts, callbacks=(Opinionated(),))
-    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(warnings) == 1
-    for name in (
-        "hyper_parameters/loss (torch.nn.modules.loss.MSELoss)",
-        "hyper_parameters/layers (torch.nn.modules.activation.ReLU)",
-        "Opinionated/object (object)",
-    ):
-        assert name in warnings[0]
+    [warning] = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "hyper_parameters/loss (torch.nn.modules.loss.MSELoss)" in warning
+    assert "hyper_parameters/layers (torch.nn.modules.activation.ReLU)" in warning
+    assert "Opinionated/object (object)" in warning
     saved = load_checkpoint(directory)
     assert saved["hyper_parameters"] == {"schedule": "epoch", "size": 3, "rate": 0.5}
     assert list(saved["callbacks"].values()) == [{"count": 3}]
@@ -204,16 +200,26 @@ def test_metrics_that_come_after_the_save() -> None:
     assert outcome.manager.metrics(7)["train_loss_epoch"] == outcome.recorder.events[-1][2]
 
 
-def test_best() -> None:
-    options = {**BY_LOSS, "save_interval_steps": None, "save_on_best": True, "save_at_end": False, "max_to_keep": 1}
-    outcome = program.run(new_directory(), checkpoint=options, max_epochs=4)
-    callback = outcome.trainer.checkpoint_callback
-    measured, best = outcome.measured, outcome.best
+@pytest.mark.parametrize("kind", ["best", "last"])
+def test_the_best_and_the_last_step_are_evaluated(kind: str) -> None:
+    directory = new_directory()
+    options = {**BY_LOSS, "save_interval_steps": None, "every_n_epochs": 1, "max_to_keep": 2}
+    outcome = program.run(directory, checkpoint=options, max_epochs=4)
+    callback, measured, best = outcome.trainer.checkpoint_callback, outcome.measured, outcome.best
     assert callback.manager.best_step() == best
-    assert callback.best_model_path == f"{callback.dirpath}/{best}"
+    assert callback.best_model_path == f"{directory}/{best}"
     assert float(callback.best_model_score) == pytest.approx(measured[best])
-    assert callback.best_k_models == {callback.best_model_path: callback.best_model_score}
-    assert (callback.monitor, callback.mode, callback.save_top_k) == ("val_loss", "min", 1)
+    two = {f"{directory}/{step}": measured[step] for step in sorted(measured, key=measured.__getitem__)[:2]}
+    assert {path: float(score) for path, score in callback.best_k_models.items()} == pytest.approx(two)
+    assert (callback.monitor, callback.mode, callback.save_top_k) == ("val_loss", "min", 2)
+
+    expected = pytest.approx(measured[best if kind == "best" else 20])
+    torch.nn.init.zeros_(outcome.model.head.weight)
+    alone = program.trainer(CheckpointCallback(directory, **options))  # in a process that has not trained
+    for trainer, model in ((outcome.trainer, outcome.model), (alone, program.Model())):
+        for function, metric in (("validate", "val_loss"), ("test", "test_loss")):
+            [result] = getattr(trainer, function)(model, program.validation_loader(), ckpt_path=kind, verbose=False)
+            assert result[metric] == expected
 
 
 def test_function_of_the_metrics() -> None:
@@ -239,20 +245,6 @@ def test_fast_dev_run_neither_resumes_nor_saves_and_evaluation_does_not_save() -
 
 
 # ---- evaluation, tuner, loggers, packages
-
-
-@pytest.mark.parametrize("kind", ["best", "last"])
-def test_evaluation_of_a_saved_step(kind: str) -> None:
-    directory = new_directory()
-    options: dict[str, Any] = {**BY_LOSS, "save_interval_steps": 5}
-    outcome = program.run(directory, checkpoint=options, max_epochs=4)
-    expected = pytest.approx(outcome.measured[outcome.best if kind == "best" else 20])
-    torch.nn.init.zeros_(outcome.model.head.weight)
-    alone = program.trainer(CheckpointCallback(directory, **options))  # in a process that has not trained
-    for trainer, model in ((outcome.trainer, outcome.model), (alone, program.Model())):
-        for function, metric in (("validate", "val_loss"), ("test", "test_loss")):
-            [result] = getattr(trainer, function)(model, program.validation_loader(), ckpt_path=kind, verbose=False)
-            assert result[metric] == expected
 
 
 def test_a_program_saves_and_removes_steps_by_its_trainer(tmp_path: Path) -> None:
@@ -300,18 +292,17 @@ class Quiet(Logger):
 
 
 def test_loggers_are_told_after_the_commit(tmp_path: Path) -> None:
-    told: list[tuple[str, bool]] = []
+    told: list[str] = []
 
     class Listening(Quiet):
         def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-            path = checkpoint_callback.last_model_path
-            told.append((os.path.basename(path), os.path.exists(os.path.join(path, "checkpoint.json"))))
+            assert Path(checkpoint_callback.last_model_path, "checkpoint.json").exists()
             assert checkpoint_callback.current_score is not None
+            told.append(checkpoint_callback.last_model_path)
 
     options = {**BY_LOSS, "save_interval_steps": 5}
     program.run(str(tmp_path), checkpoint=options, max_epochs=2, logger=Listening(), log_every_n_steps=1)
-    assert told[-1] == ("10", True)
-    assert all(committed for _, committed in told)
+    assert told[-1] == str(tmp_path / "10")
 
 
 def test_loggers_get_the_numbers_of_events(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -330,21 +321,20 @@ def test_loggers_get_the_numbers_of_events(tmp_path: Path, caplog: pytest.LogCap
             if any(name.startswith("checkpoint/") for name in metrics):
                 raise ConnectionError("no answer")
 
-    options = {"save_interval_steps": 5}
-    loggers = [Failing(), Noting()]
-    program.run(str(tmp_path), checkpoint=options, max_epochs=1, log_every_n_steps=1, logger=loggers[1:])
-    program.run(str(tmp_path), checkpoint=options, max_epochs=2, log_every_n_steps=1, logger=loggers[:1])
+    def run(epochs: int, logger: Any) -> None:
+        options = {"save_interval_steps": 5}
+        program.run(str(tmp_path), checkpoint=options, max_epochs=epochs, log_every_n_steps=1, logger=logger)
+
     saved = ["bytes", "shared_bytes", "blocked_seconds", "total_seconds"]
-    assert logged == [(5, saved)]
-    program.run(str(tmp_path), checkpoint=options, max_epochs=3, log_every_n_steps=1, logger=loggers[1:])
-    assert logged[1:] == [(10, ["restore_seconds", "skipped"]), (15, saved)]
+    for epochs, logger in enumerate((Noting(), Failing(), Noting()), start=1):
+        run(epochs, logger)
+    assert logged == [(5, saved), (10, ["restore_seconds", "skipped"]), (15, saved)]
     (said,) = [record.message for record in caplog.records if "the trainer's loggers failed" in record.message]
     assert said.endswith("ConnectionError: no answer")
 
 
-@pytest.mark.parametrize("package", [lightning.pytorch, pytorch_lightning], ids=["lightning", "pytorch_lightning"])
-def test_both_packages(package: Any) -> None:
-    class Tiny(package.LightningModule):  # type: ignore[misc] # the package is a parameter
+def test_the_other_package() -> None:
+    class Tiny(pytorch_lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.head = torch.nn.Linear(FEATURES, 1)
@@ -355,21 +345,17 @@ def test_both_packages(package: Any) -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.Adam(self.parameters())
 
-    def fit(directory: str, **options: Any) -> Any:
-        trainer = program.trainer(CheckpointCallback(directory, save_interval_steps=2), package=package, **options)
-        assert len(trainer.checkpoint_callbacks) == 1
-        model = Tiny()
+    def fit(directory: str, **options: Any) -> list[Any]:
+        torch.manual_seed(0)
+        callback, model = CheckpointCallback(directory, save_interval_steps=2), Tiny()
+        trainer = program.trainer(callback, package=pytorch_lightning, **options)
+        assert trainer.checkpoint_callbacks == [callback]
         trainer.fit(model, program.training_loader("shuffled"))
-        return trainer, model.head.weight.tolist()
+        return [model.head.weight.tolist(), callback.manager.all_steps()]
 
-    torch.manual_seed(0)
-    whole = fit(new_directory(), max_epochs=2)[1]
-    torch.manual_seed(0)
     directory = new_directory()
     fit(directory, max_steps=6)
-    trainer, resumed = fit(directory, max_epochs=2)
-    assert resumed == whole
-    assert trainer.checkpoint_callback.manager.all_steps() == [2, 4, 6, 8, 10]
+    assert fit(directory, max_epochs=2) == fit(new_directory(), max_epochs=2)
 
 
 # ---- what it says
@@ -377,14 +363,12 @@ def test_both_packages(package: Any) -> None:
 
 def test_one_line_says_where_a_run_is(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     unconfigure(monkeypatch)
-    directory, said = new_directory(), []
+    directory, at_once = new_directory(), {"witness_steps_after_signal": 0}
     for options in ({"max_steps": 3}, {}, {}):
         program.run(directory, **options)
-        said += [line for line in capfd.readouterr().err.splitlines() if line.startswith("holdfast: ")]
-    at_once = {"witness_steps_after_signal": 0}
     with pytest.raises(SystemExit):
         program.run(directory, max_epochs=4, recorder=program.Recorder(signal_after=17), checkpoint=at_once)
-    said += [line for line in capfd.readouterr().err.splitlines() if line.startswith("holdfast: ")]
+    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("holdfast: ")]
     assert said == [
         f"holdfast: started fresh: no checkpoint in {directory}",
         f"holdfast: resumed from step 3 in {directory}",

@@ -269,7 +269,7 @@ def numbers(folder: Path) -> list[int]:
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("loader", ["of all", "elastic", pytest.param("of all, named", marks=SWEEP)])
+@pytest.mark.parametrize("loader", ["of all", "of all, named"])
 def test_one_position_of_all_processes(run: Run, stop: Run, tmp_path: Path, loader: str) -> None:
     """Four, two and three processes see each sample of an epoch once."""
     checkpoint = {**NEVER, "replicated": ["loaders"]} if loader == "of all, named" else NEVER

@@ -43,12 +43,7 @@ NEVER: dict[str, Any] = {"save_interval_steps": 1000, "save_at_end": False}
     ],
 )
 def test_killed_twice(
-    run_process: Callable[..., tuple[int, Any, str]],
-    tmp_path: Path,
-    kind: str,
-    first: int,
-    second: int,
-    options: dict[str, Any],
+    run_process: Callable[..., Any], tmp_path: Path, kind: str, first: int, second: int, options: dict[str, Any]
 ) -> None:
     whole = json.loads(json.dumps(program.run(new_directory(), checkpoint=NEVER, **options).final))
     directory = tmp_path / "run"
@@ -68,32 +63,26 @@ def test_killed_twice(
     assert result["first_step"] in ({saved - 1, saved} if killed else {saved})
 
 
-@pytest.mark.parametrize(
-    ("sent", "options", "status", "saved"),
-    [
-        pytest.param(
-            {"number": signal.SIGUSR1, "after": 3},
-            {"checkpoint": {**NEVER, "signals": ["SIGUSR1"]}},
-            128 + signal.SIGUSR1,
-            {4: "preempted"},
-            id="another signal",
-        ),
-        # The first batch after step 2 begins an accumulation: the run need not continue to its end.
-        pytest.param(
-            {"after": 2}, {"accumulate_grad_batches": 3}, 143, {1: "every step", 2: "every step"}, id="saved already"
-        ),
-    ],
-)
-def test_a_signal_has_the_step_saved_and_ends_the_run_with_its_status(
-    sent: dict[str, Any], options: dict[str, Any], status: int, saved: dict[int, str]
-) -> None:
-    sender, directory = program.Signal(**sent), new_directory()
-    handler = signal.getsignal(sender.number)
+def reasons(directory: Any) -> dict[int, str | None]:
+    """Returns why each step was saved."""
+    return {entry.step: entry.reason for entry in hf.list_checkpoints(directory)}
+
+
+def test_another_signal_has_the_step_saved_and_ends_the_run_with_its_status() -> None:
+    directory, handler = new_directory(), signal.getsignal(signal.SIGUSR1)
+    sender, checkpoint = program.Signal(signal.SIGUSR1, after=3), {**NEVER, "signals": ["SIGUSR1"]}
     with pytest.raises(Preempted) as caught:
-        program.run(directory, callbacks=(sender,), **options)
-    assert caught.value.code == status
-    assert signal.getsignal(sender.number) is handler
-    assert {entry.step: entry.reason for entry in hf.list_checkpoints(directory)} == saved
+        program.run(directory, callbacks=(sender,), checkpoint=checkpoint)
+    assert caught.value.code == 128 + signal.SIGUSR1
+    assert signal.getsignal(signal.SIGUSR1) is handler
+    assert reasons(directory) == {4: "preempted"}
+
+
+def test_a_run_whose_step_is_saved_already_leaves_an_accumulation_that_begins() -> None:
+    directory = new_directory()
+    with pytest.raises(Preempted):
+        program.run(directory, callbacks=(program.Signal(after=2),), accumulate_grad_batches=3)
+    assert reasons(directory) == {1: "every step", 2: "every step"}
 
 
 @pytest.mark.usefixtures("default_sigterm")
@@ -106,7 +95,7 @@ def test_a_signal_that_comes_while_handlers_are_replaced_is_not_lost(monkeypatch
     directory = new_directory()
     with pytest.raises(Preempted):
         program.run(directory, checkpoint={**NEVER, "witness_steps_after_signal": 0}, num_sanity_val_steps=0)
-    assert {entry.step: entry.reason for entry in hf.list_checkpoints(directory)} == {1: "preempted"}
+    assert reasons(directory) == {1: "preempted"}
 
 
 def test_a_step_is_saved_at_a_signal_although_the_save_before_it_has_failed(
@@ -121,7 +110,7 @@ def test_a_step_is_saved_at_a_signal_although_the_save_before_it_has_failed(
     with pytest.raises(Preempted):
         program.run(str(tmp_path), callbacks=(program.Signal(after=2),), checkpoint={**NEVER, "save_interval_steps": 2})
     assert "an earlier save failed; step 3 is being saved" in caplog.messages
-    assert {entry.step: entry.reason for entry in hf.list_checkpoints(tmp_path)} == {3: "preempted"}
+    assert reasons(tmp_path) == {3: "preempted"}
 
 
 def test_signal_between_batches_is_kept_for_users_own_handler() -> None:
@@ -139,10 +128,10 @@ def test_signal_between_batches_is_kept_for_users_own_handler() -> None:
 @pytest.mark.parametrize(
     ("function", "hook"),
     [
-        pytest.param("fit", "on_validation_batch_start", id="sanity check"),
-        pytest.param("validate", "on_validation_batch_start", id="validate"),
-        pytest.param("test", "on_test_batch_start", id="test"),
-        pytest.param("predict", "on_predict_batch_start", id="predict"),
+        ("fit", "on_validation_batch_start"),  # in the sanity check
+        ("validate", "on_validation_batch_start"),
+        ("test", "on_test_batch_start"),
+        ("predict", "on_predict_batch_start"),
     ],
 )
 @pytest.mark.usefixtures("default_sigterm")
