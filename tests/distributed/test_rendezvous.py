@@ -242,24 +242,21 @@ def counted(count: int) -> tuple[MemoryCoordinator, list[MemoryCoordinator], lis
     return first, others, requests
 
 
-def test_the_values_of_many_processes_come_with_few_requests_each_for_one_folder() -> None:
+def test_the_values_of_many_processes_come_with_few_requests_and_so_do_the_missing() -> None:
     first, others, requests = counted(700)
     for coordinator in others:
-        Rendezvous(coordinator, "save").gather("x", b"%d" % coordinator.process_index, PATIENCE)
-    assert Rendezvous(first, "save").gather("x", b"0", PATIENCE) == [b"%d" % process for process in range(700)]
-    assert len(requests) < 12
-    assert all(len({key.rpartition("/")[0] for key in keys}) == 1 for keys in requests)
-    assert len({key.rpartition("/")[0] for keys in requests for key in keys}) == 3
-    assert first.keys() == []
-
-
-def test_the_missing_of_many_processes_are_found_with_few_requests() -> None:
-    first, others, requests = counted(700)
-    for coordinator in others:
+        Rendezvous(coordinator, "all").gather("x", b"%d" % coordinator.process_index, PATIENCE)
         if coordinator.process_index not in {3, 500}:
-            Rendezvous(coordinator, "save").gather("x", b"", PATIENCE)
+            Rendezvous(coordinator, "some").gather("x", b"", PATIENCE)
+    assert Rendezvous(first, "all").gather("x", b"0", PATIENCE) == [b"%d" % process for process in range(700)]
+    assert len(requests) < 12
+    assert all(len({key.rpartition("/")[0] for key in keys}) == 1 for keys in requests), "each is for one folder"
+    assert len({key.rpartition("/")[0] for keys in requests for key in keys}) == 3
+    assert not [key for key in first.keys() if key.startswith("all/")]  # noqa: SIM118 - it is no dictionary
+
+    requests.clear()
     with pytest.raises(BarrierTimeoutError, match="processes 3, 500 of 700 did not reach 'x'") as caught:
-        Rendezvous(first, "save").gather("x", b"", 0.01)
+        Rendezvous(first, "some").gather("x", b"", 0.01)
     assert caught.value.missing == (3, 500)
     assert len(requests) < 50
 

@@ -84,23 +84,20 @@ def run_process(server: Server, tmp_path: Path) -> Callable[..., tuple[int, Any,
 
 
 @pytest.fixture(scope="module")
-def run_together(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[tuple[int, Any, str]]]:
-    """Runs the program as several processes; returns, of each, its status, what it reports, and what it said."""
+def run_together(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]:
+    """Runs the program as several processes, which all end with one status; returns what each reports and ``said``."""
     results = tmp_path_factory.mktemp("together")
 
-    def run(directory: Path, count: int = 2, **options: Any) -> list[tuple[int, Any, str]]:
+    def run(directory: Path, count: int = 2, *, status: int = 0, **options: Any) -> list[Any]:
         for file in results.iterdir():
             file.unlink()
         server.send("several", str(directory), str(results), count, options)
         statuses = json.loads(server.receive())
-        reports = [results / f"{index}.json" for index in range(count)]
-        return [
-            (
-                status,
-                json.loads(report.read_text()) if report.exists() else None,
-                report.with_suffix(".log").read_text(),
-            )
-            for status, report in zip(statuses, reports, strict=True)
-        ]
+        found = [{"said": (results / f"{index}.log").read_text()} for index in range(count)]
+        assert statuses == [status] * count, "\n".join(one["said"] for one in found)
+        for index in range(count):
+            if (report := results / f"{index}.json").exists():
+                found[index] |= json.loads(report.read_text())
+        return found
 
     return run

@@ -26,15 +26,8 @@ NEVER = {"save_interval_steps": 1000, "save_at_end": False}
 
 
 @pytest.fixture(scope="module")
-def run(run_together: Callable[..., list[tuple[int, Any, str]]]) -> Run:
-    """Runs the program, whose processes all end with one status; returns what each reports, with what it ``said``."""
-
-    def run(directory: Path, count: int = 2, *, status: int = 0, **options: Any) -> list[Any]:
-        ended = run_together(directory, count, **options)
-        assert [one for one, _, _ in ended] == [status] * count, "\n".join(said for _, _, said in ended)
-        return [{**(report or {}), "said": said} for _, report, said in ended]
-
-    return run
+def run(run_together: Run) -> Run:
+    return run_together
 
 
 @pytest.fixture(scope="module")
