@@ -79,7 +79,8 @@ def meet_frozen(process: Process, directory: str, moment: str) -> str | None:
             said = str(error)
         finally:
             with contextlib.suppress(hf.HoldfastError):
-                manager.close()
+                if manager is not None:
+                    manager.close()
             os.kill(pids[0], signal.SIGCONT)
     distributed.barrier()
     return said

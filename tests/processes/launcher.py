@@ -142,7 +142,10 @@ def connect(backend: str, request: dict[str, Any], index: int) -> None:
         os.environ["XLA_FLAGS"] += f" --xla_force_host_platform_device_count={request['devices']}"
         configure: Any = jax.config.update
         initialize: Any = jax.distributed.initialize
-        reach = {"coordinator_bind_address": f"127.0.0.1:{port}", "cluster_detection_method": "deactivate"}
+        reach: dict[str, Any] = {
+            "coordinator_bind_address": f"127.0.0.1:{port}",
+            "cluster_detection_method": "deactivate",
+        }
         if hasattr(jax.config, "jax_enable_recoverability"):  # since jax 0.6
             configure("jax_enable_recoverability", request["recoverable"])
             reach["heartbeat_timeout_seconds"] = 10  # until the others notice that a process is gone

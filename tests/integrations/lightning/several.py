@@ -231,7 +231,8 @@ def fit(
     elif strategy == "ddp with own buffers":
         strategy = DDPStrategy(broadcast_buffers=False)
     if fails_at is not None:
-        model = Failing(*fails_at, directory if saves_itself else None)
+        rank, step = fails_at
+        model = Failing(rank, step, directory if saves_itself else None)
     if wide:
         model.configure_optimizers = lambda: {  # type: ignore[method-assign]
             "optimizer": (optimizer := program.Wide(model.parameters())),

@@ -203,7 +203,7 @@ def test_metrics_that_come_after_the_save() -> None:
 @pytest.mark.parametrize("kind", ["best", "last"])
 def test_the_best_and_the_last_step_are_evaluated(kind: str) -> None:
     directory = new_directory()
-    options = {**BY_LOSS, "save_interval_steps": None, "every_n_epochs": 1, "max_to_keep": 2}
+    options: dict[str, Any] = {**BY_LOSS, "save_interval_steps": None, "every_n_epochs": 1, "max_to_keep": 2}
     outcome = program.run(directory, checkpoint=options, max_epochs=4)
     callback, measured, best = outcome.trainer.checkpoint_callback, outcome.measured, outcome.best
     assert callback.manager.best_step() == best

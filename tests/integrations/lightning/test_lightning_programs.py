@@ -131,7 +131,7 @@ class ScaledRows(TensorDataset):
     epoch = 0
 
     def __getitem__(self, index: int) -> Any:
-        return [part * (1 + self.epoch) for part in super().__getitem__(index)]
+        return [part * (1 + self.epoch) for part in super().__getitem__(index)]  # type: ignore[no-untyped-call]
 
 
 class LabelsRows(Net):
@@ -165,9 +165,9 @@ class Adversaries(Net):
         self.automatic_optimization = False
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
-        loss = super().training_step(batch, index)
+        loss, optimizers = super().training_step(batch, index), list[Any](self.optimizers())
         self.manual_backward(loss)
-        for optimizer in self.optimizers():
+        for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
         return loss
