@@ -10,10 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from tests.processes.harness import Backend, Process, run_outcomes, run_processes
-from tests.processes.meshes import spread
+from tests.processes.states import STATES
 
 import holdfast as hf
 from holdfast.engine.manager.peers import Peer
@@ -35,45 +34,11 @@ def counted() -> list[str]:
     return opened
 
 
-def of_torch(process: Process) -> tuple[Any, Callable[[Any], Any], Callable[[Any], list[Any]]]:
-    """Returns a state, the update of a step, and what gives the values of a state."""
-    import torch
-
-    torch.manual_seed(process.index)
-    model = torch.nn.Linear(300, 200)
-    for parameter in model.parameters():
-        torch.distributed.broadcast(parameter.data, 0)
-    optimizer = torch.optim.Adam(model.parameters())
-
-    def update(state: Any) -> Any:
-        model(torch.randn(4, 300)).square().mean().backward()
-        for parameter in model.parameters():
-            torch.distributed.all_reduce(parameter.grad)
-        optimizer.step()
-        optimizer.zero_grad()
-        return state
-
-    return {"model": model, "optimizer": optimizer}, update, lambda _: model.weight.tolist()
-
-
-def of_jax(process: Process) -> tuple[Any, Callable[[Any], Any], Callable[[Any], list[Any]]]:
-    """The same, with an array of which each process has a part."""
-    import jax
-    import jax.numpy as jnp
-
-    @jax.jit
-    def update(state: Any) -> Any:
-        return {"w": jnp.sin(state["w"]) + state["step"], "step": state["step"] + 1}
-
-    parts = spread(np.ones((8, 500), np.float32), jax.make_mesh((jax.device_count(),), ("data",)), "data")
-    return {"w": parts, "step": 0}, update, lambda state: [one.data.tolist() for one in state["w"].addressable_shards]
-
-
 def train(
     process: Process, directory: str, backend: Backend, per_host: int, dies: int | None, patience: float = 10.0
 ) -> tuple[int, list[Any]]:
     """Trains to the end, or to the step at which all processes are killed."""
-    state, update, values = of_torch(process) if backend == "torch" else of_jax(process)
+    state, update, values = STATES[backend](process)
     process.mark(Peer, "write", "copied", after=True)
     host, store, read = f"host{process.index // per_host}", os.path.join(directory, "store"), counted()
     local = hf.Local(os.path.join(directory, host), every=2, host=host)

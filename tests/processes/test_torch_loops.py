@@ -1,11 +1,9 @@
-"""A training loop of several torch processes: SIGTERM to one or to all of them stops all at one step."""
+"""Training loops of several torch processes: what is saved of each of them, and what is refused or named."""
 
 from __future__ import annotations
 
 import os
 import re
-import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,48 +13,6 @@ from tests.processes.harness import Logged, Process, run_outcomes, run_processes
 from tests.processes.meshes import torch_mesh
 
 import holdfast as hf
-
-STEPS = 60
-NOTICE = 0.2  # seconds a step after the signal, so that the others hear of it before the end
-
-
-def train(process: Process, directory: str, told: dict[int, int]) -> tuple[int, int, int, list[float]]:
-    """Trains to the end or to a preemption: the first step, the last, the exit status, the parameters."""
-    import torch
-
-    model = torch.nn.Linear(2, 1)
-    torch.nn.init.constant_(model.weight, 1.0)
-    optimizer = torch.optim.Adam(model.parameters())
-    step = 0
-    options: Any = {"save_interval_steps": 1000, "save_at_end": not told, "witness_steps_after_signal": 0}
-    with hf.CheckpointCallback(directory, **options) as checkpoint:
-        state, start = checkpoint.restore_or_initialize({"model": model, "optimizer": optimizer})
-        for step in range(start + 1, STEPS + 1):
-            model(torch.full((1, 2), float(step))).sum().backward()
-            for parameter in model.parameters():
-                torch.distributed.all_reduce(parameter.grad)
-            optimizer.step()
-            optimizer.zero_grad()
-            if told.get(process.index) == step:
-                os.kill(os.getpid(), signal.SIGTERM)
-            if told and step >= min(told.values()):
-                time.sleep(NOTICE)
-            if checkpoint.on_step(step, state).should_stop:
-                break
-    return start, step, checkpoint.exit_status, model.weight.tolist()
-
-
-def test_all_save_the_same_step(tmp_path: Path) -> None:
-    whole = run_processes(train, 2, str(tmp_path / "whole"), {}, backend="torch")
-    for name, told in {"one": {1: 3}, "all, at different steps": {0: 3, 1: 4}}.items():
-        stopped = run_processes(train, 2, str(tmp_path / name), told, backend="torch")
-        (last,) = {step for _, step, _, _ in stopped}
-        assert 3 <= last < STEPS
-        assert {status for _, _, status, _ in stopped} == {75}
-        assert [entry.step for entry in hf.list_checkpoints(tmp_path / name)] == [last]
-    resumed = run_processes(train, 2, str(tmp_path / "one"), {}, backend="torch")
-    assert {status for _, _, status, _ in resumed} == {0}
-    assert [(step, parameters) for _, step, _, parameters in resumed] == [(STEPS, one[3]) for one in whole]
 
 
 def go_on(
