@@ -73,60 +73,53 @@ class Searched(program.Model):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def fit(directory: str, root: Path, callbacks: list[Any], *, tuner: str = "", **options: Any) -> Any:
-    torch.manual_seed(options.pop("seed", 1))
-    stop = options.pop("stop_after", None)
-    recorder, model = program.Recorder(stop_after=stop), Searched(**options.pop("given", {}))
+def fit(
+    directory: str, root: Path, kind: str, *, seed: int = 1, batch_size: int = 4, stop_after: int | None = None
+) -> program.Outcome:
+    """Searches by callbacks, or by a function of the tuner, and trains."""
+    torch.manual_seed(seed)
+    rate = LearningRateFinder(max_lr=0.1, num_training_steps=14, early_stop_threshold=None)
+    size = BatchSizeFinder(init_val=3, max_trials=2, steps_per_trial=1)
+    finders: Any = {"both": [size, rate], "LearningRateFinder": [rate], "BatchSizeFinder": [size]}.get(kind, [])
+    recorder, model = program.Recorder(stop_after=stop_after), Searched(batch_size=batch_size)
     checkpoint = CheckpointCallback(directory, save_interval_steps=1)
-    trainer = program.trainer(checkpoint, *callbacks, recorder, default_root_dir=root, max_epochs=3, **options)
-    if tuner == "lr":
+    trainer = program.trainer(checkpoint, *finders, recorder, default_root_dir=root, max_epochs=3)
+    if kind == "lr_find":
         Tuner(trainer).lr_find(model, max_lr=0.1, num_training=14, early_stop_threshold=None)
-    if tuner == "batch_size":
+    if kind == "scale_batch_size":
         Tuner(trainer).scale_batch_size(model, init_val=3, max_trials=2, steps_per_trial=1)
     trainer.fit(model)
     return program.Outcome(trainer, model, recorder)
 
 
-def finders(kind: str) -> list[Any]:
-    rate = LearningRateFinder(max_lr=0.1, num_training_steps=14, early_stop_threshold=None)
-    size = BatchSizeFinder(init_val=3, max_trials=2, steps_per_trial=1)
-    kinds: dict[str, list[Any]] = {"lr": [rate], "batch_size": [size], "both": [size, rate], "tuner": []}
-    return kinds[kind]
-
-
 @pytest.mark.parametrize(
-    ("kind", "tuner"),
+    ("kind", "finders"),
     [
         # before, a run of Lightning with both has no metrics in its first epoch
-        pytest.param("both", "", marks=pytest.mark.needs("lightning", "2.6")),
-        ("tuner", "lr"),
-        pytest.param("lr", "", marks=pytest.mark.sweep),
-        pytest.param("batch_size", "", marks=pytest.mark.sweep),
-        pytest.param("tuner", "batch_size", marks=pytest.mark.sweep),
+        pytest.param("both", 2, marks=pytest.mark.needs("lightning", "2.6")),
+        ("lr_find", 0),
+        pytest.param("LearningRateFinder", 1, marks=pytest.mark.sweep),
+        pytest.param("BatchSizeFinder", 1, marks=pytest.mark.sweep),
+        pytest.param("scale_batch_size", 0, marks=pytest.mark.sweep),
     ],
 )
 def test_a_resumed_run_does_not_search(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
-    tuner: str,
-    every: bool,
-    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, finders: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     # Lightning collects garbage in each trial, which takes seconds in a process that holds as much as this one.
     monkeypatch.setattr("lightning.pytorch.tuner.batch_size_scaling.garbage_collection_cuda", lambda: None)
-    whole = fit(new_directory(), tmp_path, finders(kind), tuner=tuner)
+    whole = fit(new_directory(), tmp_path, kind)
     assert dict(whole.model.hparams) != dict(Searched().hparams)  # something was found
-    epoch = whole.trainer.num_training_batches
-    for step in range(1, 3 * epoch) if every else (2, epoch):
+    for step in (2, whole.trainer.num_training_batches):
         directory = new_directory()
         with pytest.raises(program.InterruptionError):
-            fit(directory, tmp_path, finders(kind), tuner=tuner, stop_after=step)
+            fit(directory, tmp_path, kind, stop_after=step)
         caplog.clear()
-        given = {} if tuner else {"batch_size": whole.model.hparams.batch_size}
-        resumed = fit(directory, tmp_path, finders(kind), tuner=tuner, seed=1 if tuner else 7, given=given)
-        said = [one for one in caplog.records if "does not search again" in one.getMessage()]
-        assert len(said) == len(finders(kind))
+        if finders:
+            resumed = fit(directory, tmp_path, kind, seed=7, batch_size=whole.model.hparams.batch_size)
+        else:  # the function searches again, with the same seed
+            resumed = fit(directory, tmp_path, kind)
+        assert len([text for text in caplog.messages if "does not search again" in text]) == finders
         assert resumed.recorder.first_step == step
         assert resumed.final == whole.final
 

@@ -143,26 +143,18 @@ def main(storage: str, kind: str) -> None:
     from ray.train.v2.jax import JaxTrainer
 
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=True)
-    options: dict[str, Any] = {"max_to_keep": 2} if kind == "own" else {}
     place: dict[str, Any] = {"storage_path": storage}
     if kind == "given":
         place = {"storage_path": Path(storage).name, "storage_filesystem": folder_as_file_system(Path(storage).parent)}
-    is_jax = kind.startswith("jax")
-    trainer = (JaxTrainer if is_jax else TorchTrainer)(
-        train_jax if is_jax else train,
-        train_loop_config={
-            "storage": storage,
-            "fault": "none" if kind == "own" else kind,
-            "driver": os.getpid(),
-            "options": options,
-        },
+    fault, options = ("none", {"max_to_keep": 2}) if kind == "own" else (kind, {})
+    settings = {"storage": storage, "fault": fault, "driver": os.getpid(), "options": options}
+    kept = CheckpointConfig(num_to_keep=2 if kind == "keep" else None)
+    trained = (JaxTrainer, train_jax) if kind.startswith("jax") else (TorchTrainer, train)
+    trainer = trained[0](
+        trained[1],
+        train_loop_config=settings,
         scaling_config=ScalingConfig(num_workers=2),
-        run_config=RunConfig(
-            name="run",
-            **place,
-            failure_config=FailureConfig(max_failures=2),
-            checkpoint_config=CheckpointConfig(num_to_keep=2 if kind == "keep" else None),
-        ),
+        run_config=RunConfig(name="run", **place, failure_config=FailureConfig(max_failures=2), checkpoint_config=kept),
     )
     result = trainer.fit()
     print("RESULT", result.metrics, result.checkpoint and result.checkpoint.path)

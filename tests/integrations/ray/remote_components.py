@@ -76,7 +76,6 @@ def main(directory: str) -> None:
     assert ray.get(part.actor.step.remote()) == expected[0][2]
     actors = [runner.actor for one in (team, restored, made) for runner in one.runners]
     assert len({*ray.get([actor.process.remote() for actor in [*actors, part.actor]]), os.getpid()}) == 3 * SIZE + 2
-    print("done")
 
 
 if __name__ == "__main__":
