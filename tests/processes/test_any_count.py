@@ -175,8 +175,6 @@ def test_a_position_of_all_processes_needs_their_batch_size() -> None:
 
 
 def test_replicated_names_what_the_callback_is_given(tmp_path: Path) -> None:
-    with pytest.raises(hf.errors.OptionError, match="must name extras"):
-        hf.CheckpointCallback(tmp_path, replicated="data")
     message = r"'dta', and restore_or_initialize was given no extra of this name \(known: data, global_generators\)"
     with (
         hf.CheckpointCallback(tmp_path, replicated=["dta"]) as checkpoint,

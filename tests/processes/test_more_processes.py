@@ -70,16 +70,17 @@ def by_callback(directory: str, objects: dict[str, Any]) -> Any:
 def by_manager(directory: str, objects: dict[str, Any]) -> Any:
     own = hf.Checkpointer(hf.handlers.PerProcessCheckpointHandler())
     with hf.CheckpointManager(directory, {"own": own, "common": hf.Checkpointer(hf.PyTreeCheckpointHandler())}) as run:
-        streams = ("batches", "noise")
-        template = {"batches": objects["batches"].get_state(), "noise": objects["noise"].bit_generator.state}
-        restored = run.restore_latest({"own": template, "common": None})
+
+        def states() -> dict[str, Any]:
+            return {"batches": objects["batches"].get_state(), "noise": objects["noise"].bit_generator.state}
+
+        restored = run.restore_latest({"own": states(), "common": None})
         if restored is not None:
             objects["batches"].set_state(restored.items["own"]["batches"])
             objects["noise"].bit_generator.state = restored.items["own"]["noise"]
             objects["schedule"].rate = restored.items["common"]["rate"]
         yield
-        taken = dict(zip(streams, (objects["batches"].get_state(), objects["noise"].bit_generator.state), strict=True))
-        run.save((run.latest_step() or 0) + 1, {"own": taken, "common": {"rate": objects["schedule"].rate}})
+        run.save((run.latest_step() or 0) + 1, {"own": states(), "common": {"rate": objects["schedule"].rate}})
 
 
 WAYS = {"graph": by_graph, "callback": by_callback, "manager": by_manager}
@@ -89,17 +90,13 @@ def train(process: Process, directory: str) -> dict[str, tuple[Any, ...]]:
     """Goes on with a run in each way; returns what was drawn after the resume, the rate before, and the warnings."""
     found = {}
     for name, way in WAYS.items():
-        schedule = Schedule()
-        objects: dict[str, Any] = {
-            "batches": Batches(process.index),
-            "noise": np.random.default_rng(process.index),
-            "schedule": schedule,
-        }
+        schedule, noise = Schedule(), np.random.default_rng(process.index)
+        objects: dict[str, Any] = {"batches": Batches(process.index), "noise": noise, "schedule": schedule}
         run = way(f"{directory}/{name}", objects)
         with Logged() as logged:
             next(run)
             rate = schedule.rate
-            drawn = [(next(objects["batches"]), float(objects["noise"].random())) for _ in range(STEPS)]
+            drawn = [(next(objects["batches"]), float(noise.random())) for _ in range(STEPS)]
             schedule.rate /= 2
             next(run, None)
         found[name] = drawn, rate, [line for line in logged.warnings if f"process {process.index}" in line]

@@ -82,7 +82,7 @@ def save(directory: Path, *steps: int) -> int:
 def restore_all(process: Process, directory: str, options: dict[str, Any]) -> int:
     """Return the bytes that this process has read of the arrays."""
     TorchTransport.largest_group = options.get("largest_group", 64)
-    reading, handler = manager(directory, load_and_broadcast=options.get("always", True))
+    reading, handler = manager(directory)
     with reading:
         assert_same(reading.restore(options.get("step")), arrays())
     return handler.bytes_read
@@ -102,11 +102,6 @@ def test_replicas_read_each_byte_once(tmp_path: Path, backend: Backend, count: i
     found = run_processes(restore_all, count, str(tmp_path / "run"), options, backend=backend)
     assert sum(found) <= SLACK * alone, (found, alone)
     assert options or max(found) <= 1.3 * alone / count, (found, alone)
-
-
-def test_one_machine_reads_its_disk_through_the_page_cache(tmp_path: Path) -> None:
-    alone = save(tmp_path, 1)
-    assert run_processes(restore_all, 2, str(tmp_path), {"always": None}, backend="torch") == [alone, alone]
 
 
 def jax_template() -> dict[str, Any]:
@@ -243,23 +238,6 @@ def test_a_process_that_dies_is_missed(tmp_path: Path, backend: Backend, moment:
     for one in (ended[0], ended[2]):
         assert one.value.startswith(("BarrierTimeoutError", "PeerFailedError")), told(ended)
         assert "process 1" in one.value or moment == "exchange", told(ended)
-
-
-def test_processes_with_different_selections_read_on_their_own(tmp_path: Path) -> None:
-    alone = save(tmp_path, 1)
-    found = run_processes(restore_parts, 2, str(tmp_path), backend="torch")
-    assert sum(found) > 1.3 * alone
-
-
-def restore_parts(process: Process, directory: str) -> int:
-    reading, handler = manager(directory)
-    with reading:
-        kwargs = {} if process.index else {"select": ["large", "small/**"]}
-        found = reading.restore(restore_kwargs=kwargs)
-    expected = arrays()
-    for name in found:
-        assert_same(found[name], expected[name])
-    return handler.bytes_read
 
 
 def train(process: Process, directory: str, steps: int, divided: bool) -> tuple[int, int, list[bytes]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -60,16 +61,15 @@ def test_another_learning_rate(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any], schedule: bool, rate: float
 ) -> None:
     caplog.set_level(logging.INFO, "holdfast")
-    assert fit(tmp_path, 0.1, schedule, 2) == pytest.approx(0.1 / (4 if schedule else 1))
-    assert fit(tmp_path, 0.1, schedule, 3) == pytest.approx(0.1 / (8 if schedule else 1))
+    for steps in (2, 3):
+        assert fit(tmp_path, 0.1, schedule, steps) == pytest.approx(0.1 / (2**steps if schedule else 1))
     assert "hyperparameters differ" not in caplog.text
     assert fit(tmp_path, 0.4, schedule, 4, **options) == pytest.approx(rate)
     [said] = [one.getMessage() for one in caplog.records if "hyperparameters differ" in one.getMessage()]
     chosen = options.get("hyperparameters", "saved")
     assert f"those {'of the program' if chosen == 'program' else 'that were saved'} count" in said
     assert f"hyperparameters={chosen!r}" in said
-    assert "optimizer_0.param_groups[0]" in said
-    assert "program 0.4, saved 0.1" in said
+    assert re.search(r"optimizer_0\.param_groups\[0\]\S* \(program 0\.4, saved 0\.1\)", said)
 
 
 def test_what_managers_take(tmp_path: Path) -> None:

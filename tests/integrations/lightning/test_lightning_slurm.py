@@ -98,15 +98,17 @@ def test_the_requeue_signal_saves_and_requeues(
 
 
 @pytest.mark.parametrize(
-    ("number", "environment", "status"),
-    [
-        pytest.param(signal.SIGTERM, {}, 143, id="SIGTERM"),
-        pytest.param(signal.SIGUSR2, {"requeue_signal": signal.SIGUSR2}, 75, id="another signal"),
-    ],
+    ("number", "function", "status"),
+    [(signal.SIGTERM, "fit", 143), (signal.SIGUSR2, "fit", 75), (signal.SIGUSR1, "test", 75)],
 )
-def test_signals_of_a_job(slurm: Path, tmp_path: Path, number: int, environment: dict[str, Any], status: int) -> None:
-    trainer = trainer_of(tmp_path / "run", program.Signal(number, after=3), environment=SLURMEnvironment(**environment))
-    assert status_of(trainer) == status
+def test_the_status_of_a_job_and_whether_it_is_requeued(
+    slurm: Path, tmp_path: Path, number: int, function: str, status: int
+) -> None:
+    sender = program.Signal(number, after=3)
+    if function == "test":
+        sender = program.Signal(number, hook="on_test_batch_start")
+    environment = SLURMEnvironment(requeue_signal=signal.SIGUSR2) if number == signal.SIGUSR2 else SLURMEnvironment()
+    assert status_of(trainer_of(tmp_path / "run", sender, environment=environment), function) == status
     assert slurm.exists() == (status == 75)
 
 
@@ -116,12 +118,6 @@ def test_a_job_that_cannot_be_requeued_ends_all_the_same(
     (tmp_path / "bin" / "scontrol").write_text("#!/bin/sh\necho 'Job is not requeueable' >&2\nexit 1\n")
     assert status_of(trainer_of(tmp_path / "run", program.Signal(signal.SIGUSR1, after=3))) == 75
     assert "scontrol requeue 4321 failed: Job is not requeueable. The run is saved" in caplog.text
-
-
-def test_the_requeue_signal_in_a_test(slurm: Path, tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path / "run", program.Signal(signal.SIGUSR1, after=0, hook="on_test_batch_start"))
-    assert status_of(trainer, "test") == 75
-    assert slurm.read_text().startswith("requeue 4321")
 
 
 @pytest.fixture
@@ -192,22 +188,14 @@ def test_a_file_of_lightning_never_wins(
 
 
 _TASK = """
-import os, signal, torch
-import lightning.pytorch as lightning
+import os, signal
 from tests.integrations.lightning import program
-from tests.processes.harness import free_port
 from holdfast.integrations.lightning import CheckpointCallback
 
-
-class Signal(lightning.Callback):
-    def on_train_batch_start(self, trainer, *args):
-        if trainer.global_step == 3 and trainer.global_rank == 1:
-            os.kill(os.getpid(), signal.SIGUSR1)
-
-
-options = {**program.QUIET, "devices": 2, "strategy": "ddp", "max_epochs": 10_000}
-callbacks = [CheckpointCallback("run", save_interval_steps=10**9), Signal()]
-lightning.Trainer(callbacks=callbacks, **options).fit(program.Model(), program.training_loader("shuffled"))
+told = [program.Signal(signal.SIGUSR1, after=3)] if os.environ["SLURM_PROCID"] == "1" else []
+callback = CheckpointCallback("run", save_interval_steps=10**9)
+trainer = program.trainer(callback, *told, devices=2, strategy="ddp", max_epochs=10_000)
+trainer.fit(program.Model(), program.training_loader("shuffled"))
 """
 
 
