@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.processes.harness import Logged, Process, run_outcomes, run_processes
+from tests.processes.harness import Logged, Process, run_outcomes, run_processes, told
 from tests.processes.meshes import torch_mesh
 
 import holdfast as hf
@@ -52,15 +52,15 @@ def validate(process: Process, directory: str, last: int) -> tuple[list[float], 
 
 
 def test_a_validation_before_the_report_leaves_the_shards_of_fsdp(tmp_path: Path) -> None:
-    """Before, the optimizer's state was not saved, and the next backward pass failed."""
+    """The state of the optimizer is saved, and the next backward pass finds its parts."""
     whole = run_processes(validate, 2, str(tmp_path / "whole"), 5, backend="torch")
     run_processes(validate, 2, str(tmp_path / "run"), 3, backend="torch")
     assert run_processes(validate, 2, str(tmp_path / "run"), 5, backend="torch") == whole
     assert [warnings for _, warnings in whole] == [[], []]
 
 
-def save_wrapped(process: Process, directory: str) -> str:
-    """Saves an object whose state has a DTensor, as that of a wrapper around a module; returns the error."""
+def save_wrapped(process: Process, directory: str) -> None:
+    """Saves an object whose state has a DTensor, as that of a wrapper around a module."""
     import torch
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -75,18 +75,13 @@ def save_wrapped(process: Process, directory: str) -> str:
             self.w = state["w"]
 
     wrapper = Wrapper()
-    try:
-        with hf.CheckpointCallback(directory, save_interval_steps=1) as checkpoint:
-            checkpoint.restore_or_initialize({}, wrapper=wrapper)
-            checkpoint.on_step(1, {}, wrapper=wrapper)
-    except hf.SaveFailedError as error:
-        return str(error)
-    return ""
+    go_on(directory, {}, 1, lambda step: None, {"wrapper": wrapper}, save_interval_steps=1)
 
 
 def test_an_object_whose_state_is_divided_is_refused_with_advice(tmp_path: Path) -> None:
-    errors = run_processes(save_wrapped, 2, str(tmp_path), backend="torch")
-    assert any("Hand over the module, optimizer or arrays, not an object" in error for error in errors)
+    ended = run_outcomes(save_wrapped, 2, str(tmp_path), backend="torch")
+    advice = "Hand over the module, optimizer or arrays, not an object"
+    assert any(advice in (one.error or "") for one in ended), told(ended)
 
 
 def average(process: Process, directory: str, options: dict[str, Any], last: int) -> tuple[list[Any], list[str]]:
@@ -109,7 +104,6 @@ def average(process: Process, directory: str, options: dict[str, Any], last: int
 
 
 AVERAGES = {
-    # Before, each process saved some of the buffers, and only process 0 compared its steps with those before the stop.
     "buffers of process 0": ({"find_unused_parameters": True}, [""] * 4),
     "buffers of each process": (  # process 0 names them at its first save, too
         {"find_unused_parameters": True, "broadcast_buffers": False},
@@ -200,8 +194,8 @@ def test_an_optimizer_divided_among_processes_is_refused_with_advice_that_is_exa
     assert [(rates, weights) for _, rates, weights in resumed] == [(rates[2:], weights) for _, rates, weights in whole]
 
 
-def begin(process: Process, directory: str, case: str) -> str:
-    """Begins a run in which something differs between the processes; returns why it is refused."""
+def begin(process: Process, directory: str, case: str) -> None:
+    """Begins a run in which something differs between the processes."""
     import torch
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
@@ -222,14 +216,10 @@ def begin(process: Process, directory: str, case: str) -> str:
         strategy = ShardingStrategy.NO_SHARD if case == "whole" else ShardingStrategy.FULL_SHARD
         model[1] = FullyShardedDataParallel(model[1], device_id=torch.device("cpu"), sharding_strategy=strategy)
         optimizer = None
-    try:
-        with hf.CheckpointCallback(directory, save_interval_steps=1, barrier_timeout_secs=20, **options) as checkpoint:
-            state, step = checkpoint.restore_or_initialize({"model": model, "optimizer": optimizer}, **extras)
-            if case == "plain":
-                checkpoint.on_step(step + 1, state)
-    except hf.HoldfastError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    with hf.CheckpointCallback(directory, save_interval_steps=1, barrier_timeout_secs=20, **options) as checkpoint:
+        state, step = checkpoint.restore_or_initialize({"model": model, "optimizer": optimizer}, **extras)
+        if case == "plain":
+            checkpoint.on_step(step + 1, state)
 
 
 # Whether there is a step already; the error of the processes that do as usual.
@@ -255,10 +245,10 @@ def test_what_differs_between_the_processes_is_told_to_all_before_the_first_step
     is_resumed, error = BEGINNINGS[case]
     if is_resumed:
         run_processes(begin, 3, str(tmp_path), "plain", backend="torch")
-    first, _, third = run_processes(begin, 3, str(tmp_path), case, backend="torch")
-    for told in (first, third):
-        assert re.match(f"{error}.*$" if error else "$", told, re.DOTALL), told
-        assert "BarrierTimeoutError" not in told
+    first, _, third = run_outcomes(begin, 3, str(tmp_path), case, backend="torch")
+    for one in (first, third):
+        assert re.match(f"{error}.*$" if error else "$", one.error or "", re.DOTALL), one
+        assert "BarrierTimeoutError" not in (one.error or "")
 
 
 def train_apart(process: Process, directory: str, kind: str, last: int) -> tuple[list[float], list[str]]:
@@ -292,26 +282,21 @@ def test_other_values_in_each_process_warn_once_and_are_exact_as_extras(tmp_path
     assert found == [{"state": ["step 2 is saved"], "later": ["step 4 is saved"], "extras": []}[kind], []]
 
 
-def restore_own_view(process: Process, directory: str) -> str:
+def restore_own_view(process: Process, directory: str) -> None:
     """Opens one path that is another directory in each process, like a disk of each node."""
     os.chdir(Path(directory, str(process.index)))
-    with hf.CheckpointManager("/proc/self/cwd/run", options=READER) as reader:
-        try:
-            reader.restore_latest()
-        except hf.CheckpointNotFoundError as error:
-            return str(error)
-    return ""
-
-
-READER = hf.CheckpointManagerOptions(read_only=True, barrier_timeout_secs=20)
+    options = hf.CheckpointManagerOptions(read_only=True, barrier_timeout_secs=20)
+    with hf.CheckpointManager("/proc/self/cwd/run", options=options) as reader:
+        reader.restore_latest()
 
 
 def test_a_step_that_one_process_does_not_see_is_an_error(tmp_path: Path) -> None:
-    """Before, all looked again and again until the stack was full."""
+    """They do not look again and again."""
     hf.save(tmp_path / "0" / "run" / "3", {"w": 1.0})
     (tmp_path / "1").mkdir()
-    for text in run_processes(restore_own_view, 2, str(tmp_path), backend="torch"):
-        assert "/proc/self/cwd/run: process 0 sees step 3, and process 1 does not" in text
+    for one in run_outcomes(restore_own_view, 2, str(tmp_path), backend="torch"):
+        assert (one.error or "").startswith("CheckpointNotFoundError: ")
+        assert "/proc/self/cwd/run: process 0 sees step 3, and process 1 does not" in (one.error or "")
 
 
 def write_alone(process: Process, directory: str) -> str:
@@ -351,14 +336,14 @@ def leave_alone(process: Process, directory: str) -> tuple[str, list[str]]:
 
 
 def test_a_run_whose_last_save_missed_a_process_does_not_wait_for_it_to_end(tmp_path: Path) -> None:
-    """Before, it waited for the process twice: in the save, and at its end."""
+    """It waits for the process once, in the save, and not again at its end."""
     outcomes = run_outcomes(leave_alone, 2, str(tmp_path), backend="torch", kill=(1, "the end"))
     message, warnings = outcomes[0].value
     assert "process 1 of 2 did not reach" in message
     assert not [text for text in warnings if "have ended the run" in text]
 
 
-def fail_before_a_save(process: Process, directory: str) -> str:
+def fail_before_a_save(process: Process, directory: str) -> None:
     """Trains a model whose state cannot be taken on process 1 at the second save."""
     import torch
 
@@ -378,17 +363,13 @@ def fail_before_a_save(process: Process, directory: str) -> str:
     def update(step: int) -> None:
         model.fails = step == 2 and process.index == 1
 
-    try:
-        go_on(directory, {"model": model}, 2, update, save_interval_steps=1, barrier_timeout_secs=600)
-    except (hf.SaveFailedError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    go_on(directory, {"model": model}, 2, update, save_interval_steps=1, barrier_timeout_secs=600)
 
 
 def test_a_process_that_fails_before_its_part_of_a_save_stops_that_of_the_others_at_once(tmp_path: Path) -> None:
-    """Before, the others waited for it until the timeout of the barrier, which did not say why."""
-    first, second, third = run_processes(fail_before_a_save, 3, str(tmp_path), backend="torch")
-    assert second == "ValueError: no state today"
-    for text in (first, third):
-        assert "process 1 failed: ValueError: no state today" in text
+    """They do not wait for the timeout of the barrier, which would not say why."""
+    first, second, third = run_outcomes(fail_before_a_save, 3, str(tmp_path), backend="torch")
+    assert second.error == "ValueError: no state today"
+    for one in (first, third):
+        assert "process 1 failed: ValueError: no state today" in (one.error or "")
     assert [entry.step for entry in hf.list_checkpoints(tmp_path)] == [1]

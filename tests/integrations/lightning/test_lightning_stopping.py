@@ -68,7 +68,7 @@ def test_no_process_waits_for_those_that_have_ended() -> None:
 
 @pytest.mark.parametrize("ended", [True, False])
 def test_a_store_that_ends_after_the_run_is_no_news(ended: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """Before, the traceback of a crash was followed by a warning that the processes could not agree."""
+    """The traceback of a crash is not followed by a warning that the processes could not agree."""
     (coordinator,) = memory_coordinators(1)
     asked, answer = threading.Event(), threading.Event()
 
