@@ -72,7 +72,6 @@ class Wide(torch.optim.Optimizer):
 
 
 def training_loader(kind: str) -> Any:
-    dataset = samples(BATCHES * BATCH_SIZE, seed=1)
     if "+" in kind:
         short = samples(2 * BATCH_SIZE, seed=3)
         parts = [training_loader(part) for part in kind.split("+")]
@@ -81,13 +80,9 @@ def training_loader(kind: str) -> Any:
         return SizedStatefulLoader() if kind == "stateful" else StatefulLoader()
     if kind == "stream":
         return DataLoader(Stream(), batch_size=BATCH_SIZE)
-    if kind == "generator":
-        return DataLoader(dataset, BATCH_SIZE, shuffle=True, generator=torch.Generator().manual_seed(7))
-    if kind == "workers":
-        return DataLoader(dataset, BATCH_SIZE, shuffle=True, num_workers=1)
-    if kind == "half batches":
-        return DataLoader(dataset, BATCH_SIZE // 2, shuffle=True)
-    return DataLoader(dataset, BATCH_SIZE, shuffle=kind == "shuffled")
+    size = BATCH_SIZE // 2 if kind == "half batches" else BATCH_SIZE
+    generator = torch.Generator().manual_seed(7) if kind == "generator" else None
+    return DataLoader(samples(BATCHES * BATCH_SIZE, seed=1), size, shuffle=kind != "plain", generator=generator)
 
 
 def validation_loader() -> Any:

@@ -32,8 +32,6 @@ from holdfast.integrations.lightning.private_api import check_version, missing_n
 from holdfast.integrations.lightning.saving import MetricsLedger, copied
 from holdfast.integrations.lightning.trees import from_tree, to_tree
 
-CPU = torch.device("cpu")
-
 
 def through_disk(checkpoint: dict[str, Any], directory: Any) -> dict[str, Any]:
     hf.save(directory, to_tree(checkpoint)[0])
