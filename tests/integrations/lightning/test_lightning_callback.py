@@ -120,7 +120,14 @@ def test_a_path_that_is_named_wins(caplog: pytest.LogCaptureFixture) -> None:
     [told] = [text for text in caplog.messages if "later steps" in text]
     assert "this run went back to step 7, and later steps are there" in told
     # Later steps are replaced.
-    other = program.run(directory, ckpt_path=f"{directory}/3", schedule="step")
+    rarely = {"save_interval_steps": 2}
+    other = program.run(directory, ckpt_path=f"{directory}/3", schedule="step", checkpoint=rarely)
+    reasons = {entry.step: entry.reason for entry in hf.list_checkpoints(directory)}
+    assert (reasons[3], reasons[6], reasons[7]) == (
+        "every step",
+        "every 2 steps",
+        "replaces the step of an earlier run",
+    )
     assert_same(load_checkpoint(directory, 15)["state_dict"], other.model.state_dict())
     assert other.final["model"] != first.final["model"]
     # It may be of another run.

@@ -30,6 +30,7 @@ import holdfast as hf
 from holdfast.integrations.lightning import CheckpointCallback, private_api
 from holdfast.integrations.lightning.private_api import check_version, missing_names
 from holdfast.integrations.lightning.saving import MetricsLedger, copied
+from holdfast.integrations.lightning.strategies import StateHandler
 from holdfast.integrations.lightning.trees import from_tree, to_tree
 
 
@@ -208,6 +209,27 @@ def test_metrics_are_those_of_the_step_at_which_they_came_up() -> None:
     assert ledger.of(20) == {"loss": 1.0}
     ledger.observe(30, {"val_loss": torch.tensor(0.5), "loss": second})
     assert ledger.of(30) == {"val_loss": 0.5}
+
+
+# ---- templates for a part of a checkpoint
+
+
+def test_only_some_entries_have_a_template(tmp_path: Path) -> None:
+    tree = {
+        "state_dict": {"w": torch.arange(3.0), "b": torch.ones(1)},
+        "optimizer_states": [{"lr": 0.1}],
+        "loops": {"fit": {"state": {}, "steps": 3}, "test": {"state": {}}},
+        "callbacks": {},
+        "lists": [{"a": 1, "none": {}}, []],
+        "*": None,
+    }
+    checkpointer = hf.Checkpointer(StateHandler())
+    checkpointer.save(tmp_path / "one", tree)
+    found = checkpointer.restore(tmp_path / "one", {"state_dict": tree["state_dict"], "optimizer_states": None})
+    assert isinstance(found["state_dict"]["w"], torch.Tensor)
+    assert found["state_dict"]["w"].tolist() == [0, 1, 2]
+    rest = {name: value for name, value in tree.items() if name not in ("state_dict", "optimizer_states")}
+    assert {name: value for name, value in found.items() if name != "state_dict"} == rest
 
 
 # ---- names of Lightning that are not public

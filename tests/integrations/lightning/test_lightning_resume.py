@@ -72,7 +72,6 @@ def test_resumed_from_any_step(loader: str, variant: str, every: bool) -> None:
     check(steps, loader=loader, **VARIANTS[variant])
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.filterwarnings("ignore:ReduceLROnPlateau conditioned on metric val_loss which is not available")
 @pytest.mark.parametrize(
     "options",
