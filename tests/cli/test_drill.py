@@ -400,7 +400,8 @@ def test_mistakes_in_the_examples(tmp_path: Path, example: str, changes: dict[st
         program = program.replace(old, new, 1)
     (tmp_path / "train.py").write_text(program)
     command = [sys.executable, "-W", "ignore", "train.py"]
-    report = drill(tmp_path, "--steps", 6, "--at", 3, "--kinds", "term", "--", *command, status=1)
+    # The second epoch begins with step 9.
+    report = drill(tmp_path, "--steps", 12, "--at", 10, "--kinds", "term", "--", *command, status=1)
     (finding,) = report["findings"]
     assert (finding["cause"], finding["names"][0], report["deterministic"]) == (cause, name, True), report
 
