@@ -16,6 +16,7 @@ from holdfast.engine.storage import as_location
 
 jax: Any = pytest.importorskip("jax")
 torch: Any = pytest.importorskip("torch")
+jnp: Any = jax.numpy
 
 Same = Callable[[Any, Any], None]
 W = np.arange(12, dtype=np.float32).reshape(3, 4) / 8
@@ -39,17 +40,22 @@ def reader(place: str) -> TreeReader:
     return TreeReader(as_location(place) / "state")
 
 
-def ask(reader: TreeReader, name: str, like: Any = None, **request: Any) -> Any:
+def request_of(**request: Any) -> LeafRequest:
     if "dtype" in request:
         request["dtype"] = np.dtype(request["dtype"])
-    requests = {name: LeafRequest(**request)}
-    return load_tree(reader, like=None if like is None else {name: like}, select=name, requests=requests)[name]
+    return LeafRequest(**request)
+
+
+def ask(reader: TreeReader, name: str, like: Any = None, **request: Any) -> Any:
+    template = None if like is None else {name: like}
+    return load_tree(reader, like=template, select=name, requests={name: request_of(**request)})[name]
 
 
 PADDED = np.zeros((5, 2), np.float32)
 PADDED[:3] = W[:, :2]
 
-NUMPY: dict[str, tuple[str, dict[str, Any], Any]] = {
+# Name, request, what is loaded without a template.
+REQUESTS: dict[str, tuple[str, dict[str, Any], Any]] = {
     "nothing": ("w", {}, W),
     "numpy": ("w", {"kind": "numpy"}, W),
     "wider": ("w", {"dtype": np.float64}, W.astype(np.float64)),
@@ -72,43 +78,27 @@ NUMPY: dict[str, tuple[str, dict[str, Any], Any]] = {
     "text, cast": ("name", {"dtype": np.float32}, "adam"),
     "none": ("nothing", {"kind": "jax"}, None),
     "key": ("key", {"kind": "numpy"}, np.asarray(jax.random.key_data(TREE["key"]))),
+    "key as key": ("key", {"kind": "jax"}, TREE["key"]),
+    "jax": ("w", {"kind": "jax"}, jnp.asarray(W)),
+    "jax, of a tensor": ("half", {"kind": "jax"}, jnp.arange(4, dtype=jnp.bfloat16)),
+    "jax, of a number": ("step", {"kind": "jax"}, jnp.array(7, jnp.int32)),
+    "jax, of a bool": ("flag", {"kind": "jax"}, jnp.array(True)),
+    "jax, cast": ("flag", {"kind": "jax", "dtype": np.float32}, jnp.array(1, jnp.float32)),
+    "torch": ("w", {"kind": "torch"}, torch.from_numpy(W)),
+    "torch, of a tensor": ("half", {"kind": "torch"}, TREE["half"]),
+    "torch, of a number": ("step", {"kind": "torch"}, torch.tensor(7)),
+    "torch, cast": ("w", {"kind": "torch", "dtype": np.float64}, torch.from_numpy(W.astype(np.float64))),
+    "torch, bfloat16": ("step", {"kind": "torch", "dtype": ml_dtypes.bfloat16}, torch.tensor(7, dtype=torch.bfloat16)),
 }
 
 
-@pytest.mark.parametrize(("name", "request_", "expected"), NUMPY.values(), ids=NUMPY)
+@pytest.mark.parametrize(("name", "request_", "expected"), REQUESTS.values(), ids=REQUESTS)
 def test_without_a_template(
     name: str, request_: dict[str, Any], expected: Any, reader: TreeReader, assert_same: Same
 ) -> None:
     assert_same(ask(reader, name, **request_), expected)
-
-
-def test_all_other_leaves_stay_as_they_are(reader: TreeReader, assert_same: Same) -> None:
-    plain = load_tree(reader)
-    found = load_tree(reader, requests={"w": LeafRequest(dtype=np.dtype(np.float64))})
-    assert_same(found, {**plain, "w": W.astype(np.float64)})
-
-
-@pytest.mark.parametrize("name", ["w", "step", "rate", "flag", "half"])
-def test_jax_arrays(name: str, reader: TreeReader) -> None:
-    found = ask(reader, name, kind="jax")
-    assert isinstance(found, jax.Array)
-    expected = jax.numpy.asarray(load_tree(reader)[name])
-    assert found.dtype == expected.dtype
-    np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
-    assert ask(reader, name, kind="jax", dtype=np.float32).dtype == np.float32
-
-
-def test_keys_stay_keys(reader: TreeReader) -> None:
-    found = ask(reader, "key", kind="jax")
-    assert jax.random.bits(found) == jax.random.bits(TREE["key"])
-
-
-@pytest.mark.parametrize("name", ["w", "step", "half"])
-def test_tensors(name: str, reader: TreeReader) -> None:
-    found = ask(reader, name, kind="torch")
-    assert torch.equal(found, torch.as_tensor(TREE[name]))
-    assert ask(reader, name, kind="torch", dtype=np.float64).dtype == torch.float64
-    assert ask(reader, name, kind="torch", dtype=ml_dtypes.bfloat16).dtype == torch.bfloat16
+    beside = load_tree(reader, requests={name: request_of(**request_)})
+    assert_same(beside, {**load_tree(reader), name: expected})
 
 
 def test_a_request_goes_before_the_template(reader: TreeReader) -> None:
@@ -144,37 +134,41 @@ def test_resized_on_devices(reader: TreeReader) -> None:
         np.testing.assert_array_equal(np.asarray(found), expected)
 
 
-WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
-    "another shape": ("w", {"shape": (5, 2)}, r"w: expected float32\[5, 2\] \(request\), found float32\[3, 4\]"),
-    "other axes": ("w", {"shape": (12,), "resize": True}, r"w: expected float32\[12\]"),
-    "imaginary part": ("phase", {"kind": "float"}, "phase: expected float .*found complex"),
-    "not whole, in an array": ("w", {"dtype": np.int8}, r"w: expected values that int8 can hold, found 0\.125"),
-    "not whole": ("rate", {"kind": "int"}, "rate: expected a Python int .request., found 0.5"),
-    "no number": ("name", {"kind": "int"}, "name: expected int .request., found str"),
-    "no array": ("name", {"kind": "jax"}, "name: expected jax .request., found str"),
-    "no text": ("w", {"kind": "str"}, r"w: expected str .request., found float32"),
-    "array as a number": ("w", {"kind": "float"}, r"w: expected float .request., found float32\[3, 4\]"),
-    "a key is no number": ("key", {"kind": "jax", "dtype": np.float32}, "key: expected key"),
-    "too wide": ("w", {"kind": "jax", "dtype": np.float64}, "jax would convert it to float32"),
-    "unknown to torch": ("w", {"kind": "torch", "dtype": ml_dtypes.float8_e3m4}, "torch has no such dtype"),
+ON_ONE_DEVICE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+MISMATCH, OPTION = hf.TreeMismatchError, hf.errors.OptionError
+WRONG: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
+    "another shape": (
+        "w",
+        {"shape": (5, 2)},
+        MISMATCH,
+        r"w: expected float32\[5, 2\] \(request\), found float32\[3, 4",
+    ),
+    "other axes": ("w", {"shape": (12,), "resize": True}, MISMATCH, r"w: expected float32\[12\]"),
+    "imaginary part": ("phase", {"kind": "float"}, MISMATCH, "phase: expected float .*found complex"),
+    "not whole, in an array": (
+        "w",
+        {"dtype": np.int8},
+        MISMATCH,
+        r"w: expected values that int8 can hold, found 0\.125",
+    ),
+    "not whole": ("rate", {"kind": "int"}, MISMATCH, "rate: expected a Python int .request., found 0.5"),
+    "no number": ("name", {"kind": "int"}, MISMATCH, "name: expected int .request., found str"),
+    "no array": ("name", {"kind": "jax"}, MISMATCH, "name: expected jax .request., found str"),
+    "no text": ("w", {"kind": "str"}, MISMATCH, r"w: expected str .request., found float32"),
+    "array as a number": ("w", {"kind": "float"}, MISMATCH, r"w: expected float .request., found float32\[3, 4\]"),
+    "a key is no number": ("key", {"kind": "jax", "dtype": np.float32}, MISMATCH, "key: expected key"),
+    "too wide": ("w", {"kind": "jax", "dtype": np.float64}, MISMATCH, "jax would convert it to float32"),
+    "unknown to torch": ("w", {"kind": "torch", "dtype": ml_dtypes.float8_e3m4}, MISMATCH, "torch has no such dtype"),
+    "unknown kind": ("w", {"kind": "tuple"}, OPTION, "w: kind='tuple' is not known"),
+    "no sharding": ("w", {"sharding": "x"}, OPTION, "w: sharding='x' must be"),
+    "a sharding for numpy": ("w", {"kind": "numpy", "sharding": ON_ONE_DEVICE}, OPTION, "w: sharding="),
+    "no such leaf": ("v", {}, OPTION, "cannot request v,"),
 }
 
 
-@pytest.mark.parametrize(("name", "request_", "message"), WRONG.values(), ids=WRONG)
-def test_requests_that_do_not_fit(name: str, request_: dict[str, Any], message: str, reader: TreeReader) -> None:
-    with pytest.raises(hf.TreeMismatchError, match=message):
-        ask(reader, name, **request_)
-
-
-@pytest.mark.parametrize(
-    ("name", "request_", "message"),
-    [
-        ("w", LeafRequest(kind="tuple"), "w: kind='tuple' is not known"),
-        ("w", LeafRequest(sharding="x"), "w: sharding='x' must be"),
-        ("w", LeafRequest(kind="numpy", sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0])), "w: sharding="),
-        ("v", LeafRequest(), "cannot request v,"),
-    ],
-)
-def test_requests_that_make_no_sense(name: str, request_: LeafRequest, message: str, reader: TreeReader) -> None:
-    with pytest.raises(hf.errors.OptionError, match=message):
-        load_tree(reader, requests={name: request_})
+@pytest.mark.parametrize(("name", "request_", "error", "message"), WRONG.values(), ids=WRONG)
+def test_requests_that_do_not_fit(
+    name: str, request_: dict[str, Any], error: type[Exception], message: str, reader: TreeReader
+) -> None:
+    with pytest.raises(error, match=message):
+        load_tree(reader, requests={name: request_of(**request_)})
