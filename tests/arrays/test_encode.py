@@ -5,160 +5,46 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import holdfast as hf
 from holdfast.engine.arrays import encode
 from holdfast.engine.arrays.digests import CHECKSUM_BYTES
 from holdfast.engine.arrays.encode import ChunkToCompress, Source, Sources, segment_parts, write_compressed
 from holdfast.engine.arrays.grid import ArraySpec
-from holdfast.engine.arrays.plan import Layout, PlannedFile, PlannedSegment, chunk_shape, plan_files
+from holdfast.engine.arrays.plan import Layout, chunk_shape, plan_files
 from holdfast.engine.format import crc32c, decompress
 from holdfast.engine.pytree import Piece
 from holdfast.engine.storage import PAGE, Segment
 
 
-def source_of(array: Any, limit: int, pieces: list[Piece] | None = None) -> Source:
-    dtype = array.dtype.newbyteorder("<")
-    spec = ArraySpec(array.shape, chunk_shape(array.shape, dtype.itemsize, limit), dtype.itemsize)
-    return Source(spec, dtype, pieces or [Piece((0,) * array.ndim, array)])
+def parts_of(shape: tuple[int, ...], count: int = 1, limit: int = 4096) -> list[Any]:
+    """The parts of which a segment is written that has all chunks of so many arrays, in uint8; with their copies."""
+    array = np.arange(np.prod(shape), dtype=np.uint8).reshape(shape)
+    source = Source(ArraySpec(shape, chunk_shape(shape, 1, limit), 1), array.dtype, [Piece((0,) * array.ndim, array)])
+    chunks = source.spec.chunks
+    ids = np.repeat(np.arange(count), chunks), np.tile(np.arange(chunks), count)
+    [file] = plan_files(np.full(count, source.spec.chunk_nbytes + CHECKSUM_BYTES), hf.Layout(), ids)
+    [segment] = file.segments
+    sources = Sources(*zip(*[source] * count, strict=True))
+    parts = segment_parts(segment, sources, np.zeros(count * chunks, np.uint32), {})
+    return [(np.shares_memory(part, array), part.tobytes()) for part in parts if len(part)]
 
 
-def plan(sources: list[Source], layout: hf.Layout) -> list[PlannedFile]:
-    counts = [source.spec.chunks for source in sources]
-    arrays = np.repeat(np.arange(len(sources)), counts)
-    numbers = np.concatenate([np.arange(count) for count in counts])
-    lengths = np.array([source.spec.chunk_nbytes + CHECKSUM_BYTES for source in sources])
-    return plan_files(lengths, layout, (arrays, numbers))
-
-
-def parts_of(segment: PlannedSegment, sources: list[Source], checksums: Any) -> Iterator[Any]:
-    return segment_parts(segment, Sources(*zip(*sources, strict=True)), checksums, {})
-
-
-def files_of(sources: list[Source], layout: hf.Layout) -> list[bytes]:
-    contents = []
-    files = plan(sources, layout)
-    checksums = np.zeros(sum(source.spec.chunks for source in sources), np.uint32)
-    for file in files:
-        content = bytearray(file.size)
-        for segment in file.segments:
-            parts = []
-            for part in parts_of(segment, sources, checksums):
-                assert part.dtype == np.uint8
-                assert part.ndim == 1
-                parts.append(part.tobytes())  # before the next one is generated
-            data = b"".join(parts)
-            assert len(data) == segment.size
-            content[segment.offset : segment.offset + segment.size] = data
-        contents.append(bytes(content))
-    noted = iter(checksums.tolist())
-    for whole, file in zip(contents, files, strict=True):
-        for segment in file.segments:
-            for offset, length in zip(segment.offsets.tolist(), segment.lengths.tolist(), strict=True):
-                assert crc32c(whole[offset : offset + length - CHECKSUM_BYTES]) == next(noted)
-    return contents
-
-
-def arrays_of(sources: list[Source], layout: hf.Layout) -> list[Any]:
-    """Reads the arrays back out of the files, chunk by chunk, and checks every checksum."""
-    contents = files_of(sources, layout)
-    arrays = [np.zeros(source.spec.shape, source.dtype) for source in sources]
-    for file, content in zip(plan(sources, layout), contents, strict=True):
-        for segment in file.segments:
-            columns = (segment.arrays, segment.numbers, segment.offsets)
-            for number, chunk, offset in zip(*(column.tolist() for column in columns), strict=True):
-                spec, array = sources[number].spec, arrays[number]
-                end = offset + spec.chunk_nbytes
-                data = content[offset:end]
-                assert int.from_bytes(content[end : end + 4], "little") == crc32c(data)
-                values = np.frombuffer(data, sources[number].dtype).reshape(spec.chunk_shape)
-                start = np.array(np.unravel_index(chunk, spec.grid) if spec.grid else ()) * spec.chunk_shape
-                part = tuple(slice(int(i), int(i) + n) for i, n in zip(start, spec.chunk_shape, strict=True))
-                inside = tuple(slice(0, n) for n in array[part].shape)
-                array[part] = values[inside]
-                outside = np.ones(spec.chunk_shape, bool)
-                outside[inside] = False
-                assert not values[outside].any()  # padding is zero
-    return arrays
-
-
-BASE = np.arange(1, 90_001, dtype=np.float32)
-ARRAYS: dict[str, Any] = {
-    "contiguous": BASE.reshape(300, 300),
-    "one_chunk": BASE[:100],
-    "uneven": BASE[:89_999],
-    "fortran": np.asfortranarray(BASE.reshape(300, 300)),
-    "strided": BASE[::7],
-    "reversed": BASE.reshape(300, 300)[::-1, ::-1],
-    "big_endian": BASE.astype(">f4"),
-    "scalar": np.asarray(np.float32(2)),
-    "empty": BASE[:0].reshape(3, 0),
-    "bytes": np.arange(70_000).astype(np.uint8),
-    "booleans": BASE[:5000] > 100,
-    "read_only": np.frombuffer(BASE.tobytes(), np.float32),
-}
-
-
-@pytest.mark.parametrize("chunk_bytes", [4096, 100_000, 1 << 20])
-@pytest.mark.parametrize("name", ARRAYS)
-def test_any_array(name: str, chunk_bytes: int) -> None:
-    array = ARRAYS[name]
-    (found,) = arrays_of([source_of(array, chunk_bytes)], hf.Layout(chunk_bytes=chunk_bytes, segment_bytes=70_000))
-    np.testing.assert_array_equal(found, array)
-    assert found.dtype == array.dtype.newbyteorder("=")
-
-
-def test_large_chunks_come_in_parts_that_stay_in_the_cache() -> None:
-    array = np.arange(5 << 20, dtype=np.uint8)
-    source = source_of(array, 8 << 20)
-    (file,) = plan([source], hf.Layout())
-    (segment,) = file.segments
-    parts = [part for part in parts_of(segment, [source], np.zeros(1, np.uint32)) if len(part)]
-    assert max(map(len, parts)) <= 1 << 20
-    assert np.shares_memory(parts[0], array)  # no copies
-
-
-def test_small_chunks_are_joined() -> None:
-    sources = [source_of(BASE[:256], 4096)] * 5000
-    (file,) = plan(sources, hf.Layout())
-    (segment,) = file.segments
-    assert len(list(parts_of(segment, sources, np.zeros(5000, np.uint32)))) < 10
-
-
-@settings(deadline=None, max_examples=60)
-@given(
-    shape=st.lists(st.integers(1, 40), min_size=1, max_size=3),
-    cuts=st.lists(st.integers(1, 4), min_size=3, max_size=3),
-    order=st.randoms(use_true_random=False),
-)
-def test_pieces_in_any_arrangement(shape: list[int], cuts: list[int], order: Any) -> None:
-    array = np.arange(1, np.prod(shape) + 1, dtype=np.float64).reshape(shape)
-    bounds = [sorted({0, size, *(size * i // cut for i in range(cut))}) for size, cut in zip(shape, cuts, strict=False)]
-    starts = np.stack(np.meshgrid(*(np.array(b[:-1]) for b in bounds), indexing="ij"), -1).reshape(-1, len(shape))
-    pieces = []
-    for start in starts.tolist():
-        ends = [b[b.index(at) + 1] for at, b in zip(start, bounds, strict=True)]
-        part = array[tuple(slice(i, j) for i, j in zip(start, ends, strict=True))]
-        pieces.append(Piece(tuple(start), np.asfortranarray(part)))
-    order.shuffle(pieces)
-    (found,) = arrays_of([source_of(array, 4096, pieces)], hf.Layout(segment_bytes=4096))
-    np.testing.assert_array_equal(found, array)
-
-
-def test_arrays_of_many_sizes_lie_beside_each_other() -> None:
-    arrays = [BASE[:size] for size in (1, 20_000, 16, 17, 0, 90_000, 3)]
-    layout = hf.Layout(chunk_bytes=70_000, segment_bytes=100_000, data_file_bytes=200_000)
-    for found, array in zip(arrays_of([source_of(array, 70_000) for array in arrays], layout), arrays, strict=True):
-        np.testing.assert_array_equal(found, array)
+def test_the_parts_of_a_segment() -> None:
+    """Large chunks come in parts that stay in the cache, without copies; small ones are joined."""
+    large = parts_of((5 << 20,), limit=8 << 20)
+    assert max(len(content) for _, content in large) <= 1 << 20
+    assert large[0][0], "no copies"
+    assert len(parts_of((256,), 5000)) < 10
+    content = b"".join(content for _, content in parts_of((4097,)))
+    assert content[:-CHECKSUM_BYTES].endswith(bytes([*range(250, 256), 0, 0])), "the second of two chunks is padded"
 
 
 LAYOUT = Layout(chunk_bytes=8192, segment_bytes=4096, data_file_bytes=40_000)
@@ -219,23 +105,17 @@ def test_every_chunk_lies_where_the_result_says(group: int, monkeypatch: pytest.
         np.testing.assert_array_equal(np.frombuffer(content, "<i4"), expected)
 
 
-def test_a_file_that_cannot_be_written() -> None:
+def test_files_that_cannot_be_written_and_chunks_that_cannot_be_read() -> None:
+    layout = Layout(chunk_bytes=8192, segment_bytes=4096, data_file_bytes=10_000)
+    _, sizes = write_compressed(CHUNKS[:10], SOURCES, layout, 0, Files().write, {})
+    assert len(sizes) == 10, "files keep to their size before compression: each chunk has 8 kB"
     before = set(threading.enumerate())
     with pytest.raises(hf.errors.StorageError, match="full"):
         write_compressed(CHUNKS, SOURCES, LAYOUT, 0, Files(fail_at=1).write, {})
-    assert not [one for one in threading.enumerate() if one.name.startswith("holdfast") and one not in before]
-
-
-def test_a_chunk_that_cannot_be_read() -> None:
     broken = replace(SOURCES, pieces=[*SOURCES.pieces[:2], [], SOURCES.pieces[3]])
     with pytest.raises(hf.errors.StateError, match=r"this process must write (1000|999) elements"):
         write_compressed(CHUNKS, broken, LAYOUT, 0, Files().write, {})
-
-
-def test_files_keep_to_their_size_before_compression() -> None:
-    layout = Layout(chunk_bytes=8192, segment_bytes=4096, data_file_bytes=10_000)
-    _, sizes = write_compressed(CHUNKS[:10], SOURCES, layout, 0, Files().write, {})
-    assert len(sizes) == 10  # of 8 kB each
+    assert not [one for one in threading.enumerate() if one.name.startswith("holdfast") and one not in before]
 
 
 PROGRAM = """
