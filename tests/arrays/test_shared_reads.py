@@ -9,6 +9,7 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,6 @@ import holdfast as hf
 from holdfast.engine.arrays import ReadPlan, SharedReads, WantedArray, load_tree
 from holdfast.engine.arrays.shared_reads import agreed_lengths
 from holdfast.engine.distributed import Coordinator, Teams, next_rendezvous
-from holdfast.engine.errors import BarrierTimeoutError, DamagedCheckpointError
 from holdfast.engine.pytree import Part
 from holdfast.engine.sources import open_at
 from holdfast.engine.storage import as_location
@@ -33,18 +33,23 @@ MIB = 1 << 20
 
 
 class ThreadTransport:
-    """All-gathers between threads."""
+    """All-gathers between threads, until process 1 meets an error of the network."""
 
-    def __init__(self, count: int) -> None:
-        self._barrier = threading.Barrier(count)
+    def __init__(self, unreachable: str | None = None, breaks: str | None = None) -> None:
+        self._barrier = threading.Barrier(COUNT)
         self._sent: dict[int, Any] = {}
+        self._unreachable, self._breaks = unreachable, breaks
         self.gathers = 0
 
     def connect(self, name: str, teams: Teams, index: int, nbytes: int, timeout: float) -> Callable[[Any], Any]:
         team = next(team for team in teams if index in team)
+        if index == 1 and self._unreachable:
+            raise OSError(self._unreachable)
 
         def all_gather(mine: Any) -> Any:
             assert mine.nbytes == nbytes
+            if self._breaks:
+                raise RuntimeError(self._breaks)
             self._sent[index] = mine
             self._barrier.wait(timeout)
             found = np.stack([self._sent[process] for process in team])
@@ -58,32 +63,18 @@ class ThreadTransport:
         pass
 
 
-class Unreachable(ThreadTransport):
-    """A network on which one process is not reached."""
-
-    def connect(self, name: str, teams: Teams, index: int, nbytes: int, timeout: float) -> Callable[[Any], Any]:
-        if index == 1:
-            raise OSError("no route to host")
-        return super().connect(name, teams, index, nbytes, timeout)
+def opened(path: Any, coordinator: Coordinator, transport: ThreadTransport, *, always: bool = True) -> tuple[Any, Any]:
+    """A reader of a tree, and the reads that this process shares with the others."""
+    checkpoint = open_at(as_location(path))
+    shared = SharedReads(next_rendezvous(coordinator, "restore"), transport, 5.0, always=always)
+    return checkpoint.tree(checkpoint.only_tree(how="")), shared
 
 
-class Broken(ThreadTransport):
-    """A network that one process leaves after it was connected."""
-
-    def connect(self, name: str, teams: Teams, index: int, nbytes: int, timeout: float) -> Callable[[Any], Any]:
-        def all_gather(mine: Any) -> Any:
-            raise RuntimeError("connection reset by peer")
-
-        return all_gather
-
-
-def loads(path: str, transport: ThreadTransport, *, always: bool) -> list[Any]:
+def loads(path: Any, transport: ThreadTransport, *, always: bool = True) -> list[Any]:
     """Returns what each process loads and how many bytes it reads, or its error."""
 
     def load(coordinator: Coordinator) -> tuple[Any, int]:
-        shared = SharedReads(next_rendezvous(coordinator, "restore"), transport, 5.0, always=always)
-        checkpoint = open_at(as_location(path))
-        reader = checkpoint.tree(checkpoint.only_tree(how=""))
+        reader, shared = opened(path, coordinator, transport, always=always)
         before = reader.bytes_read
         return load_tree(reader, shared=shared), reader.bytes_read - before
 
@@ -101,101 +92,89 @@ def loads(path: str, transport: ThreadTransport, *, always: bool) -> list[Any]:
     ],
 )
 def test_reads_are_shared_where_that_is_worth_it(
-    tmp_path: Any, store: str, size: int, always: bool, shares: bool
+    tmp_path: Path, place: str, store: str, size: int, always: bool, shares: bool
 ) -> None:
-    path = "memory://shared-reads" if store == "memory" else str(tmp_path / "ckpt")
+    path = place if store == "memory" else str(tmp_path / "ckpt")
     tree = {"w": np.arange(size, dtype=np.uint8).reshape(64, -1), "b": np.array(-0.0)}
-    hf.save(path, tree, layout=hf.Layout(chunk_bytes=size // 16), overwrite=True)
-    transport = ThreadTransport(COUNT)
+    hf.save(path, tree, layout=hf.Layout(chunk_bytes=size // 16))
+    transport = ThreadTransport()
     found = loads(path, transport, always=always)
     for loaded, _ in found:
-        assert loaded["w"].tobytes() == tree["w"].tobytes()
-        assert loaded["b"].tobytes() == tree["b"].tobytes()
+        assert_same(loaded, tree)
     times = sum(read for _, read in found) / size
     assert transport.gathers == (1 if shares else 0)
     assert times < 2 if shares else times >= COUNT  # from a store, gaps of up to 1 MiB are read with the chunks
 
 
-def test_leaves_that_each_process_has_already_are_not_shared(tmp_path: Any) -> None:
-    """A tree is opened with its aggregated leaves, so that nothing is spared by handing them on."""
-    tree = {"w": np.arange(4.0), "b": np.arange(3.0)}
-    hf.PyTreeCheckpointer().save(tmp_path / "ckpt", tree, save_args=hf.SaveArgs(aggregate=True))
-    transport = ThreadTransport(COUNT)
-    for loaded, _ in loads(str(tmp_path / "ckpt"), transport, always=True):
-        assert {name: leaf.tolist() for name, leaf in loaded.items()} == {
-            name: leaf.tolist() for name, leaf in tree.items()
-        }
-    assert transport.gathers == 0
-
-
-def test_a_format_without_chunks_is_read_leaf_by_leaf(tmp_path: Any) -> None:
+def test_trees_without_chunks(tmp_path: Path) -> None:
+    """Other formats are read leaf by leaf. A tree is opened with its aggregated leaves: handing them on spares none."""
     tree = {f"w{number:02}": np.full((10, number), number, np.float32) for number in range(12)}
     safetensors.numpy.save_file(tree, tmp_path / "model.safetensors")
-    transport = ThreadTransport(COUNT)
-    for loaded, _ in loads(str(tmp_path / "model.safetensors"), transport, always=True):
-        assert_same(loaded, tree)
-    assert transport.gathers == 1
+    hf.PyTreeCheckpointer().save(tmp_path / "aggregated", tree, save_args=hf.SaveArgs(aggregate=True))
+    for name, gathers in {"model.safetensors": 1, "aggregated": 0}.items():
+        transport = ThreadTransport()
+        for loaded, _ in loads(tmp_path / name, transport):
+            assert_same(loaded, tree)
+        assert transport.gathers == gathers
 
 
-def test_without_connections_each_process_reads_all(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
     hf.save(tmp_path / "ckpt", {"w": np.arange(100)})
+    return tmp_path / "ckpt"
+
+
+WHOLE = list(range(100))
+
+
+def test_a_network_that_fails(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Without connections, each process reads all. One that breaks in the middle is an error."""
     with caplog.at_level(logging.WARNING):
-        found = loads(str(tmp_path / "ckpt"), Unreachable(COUNT), always=True)
-    assert [loaded["w"].tolist() for loaded, _ in found] == [list(range(100))] * COUNT
+        found = loads(saved, ThreadTransport(unreachable="no route to host"))
+    assert [loaded["w"].tolist() for loaded, _ in found] == [WHOLE] * COUNT
     assert "process 1: " in caplog.text
     assert "no route to host" in caplog.text
-
-
-def test_a_connection_that_breaks_is_an_error(tmp_path: Any) -> None:
-    hf.save(tmp_path / "ckpt", {"w": np.arange(100)})
-    for error in loads(str(tmp_path / "ckpt"), Broken(COUNT), always=True):
-        assert isinstance(error, BarrierTimeoutError)
+    for error in loads(saved, ThreadTransport(breaks="connection reset by peer")):
+        assert isinstance(error, hf.errors.BarrierTimeoutError)
         assert "connection reset by peer" in str(error)
 
 
 @pytest.mark.parametrize("garbled", [0, 1])
-def test_a_process_that_reads_again_leaves_and_the_others_go_on(tmp_path: Any, garbled: int) -> None:
-    hf.save(tmp_path / "ckpt", {"w": np.arange(100)})
+def test_a_process_that_reads_again_leaves_and_the_others_go_on(saved: Path, garbled: int) -> None:
+    transport = ThreadTransport()
 
     def load(coordinator: Coordinator) -> list[Any]:
-        shared = SharedReads(next_rendezvous(coordinator, "restore"), transport, 5.0, always=True)
-        checkpoint = open_at(as_location(tmp_path / "ckpt"))
-        reader: Any = checkpoint.tree(checkpoint.only_tree(how=""))
+        reader, shared = opened(saved, coordinator, transport)
         read_boxes, reads = reader.read_boxes, itertools.count()
 
         def read(*args: Any) -> Any:
             if next(reads) == garbled and coordinator.process_index == 1:
-                raise DamagedCheckpointError("garbled once")
+                raise hf.DamagedCheckpointError("garbled once")
             return read_boxes(*args)
 
         reader.read_boxes = read
         try:
             found = [load_tree(reader, shared=shared) for _ in range(2)]
-        except DamagedCheckpointError:
+        except hf.DamagedCheckpointError:
             shared.leave()
             found = [load_tree(reader, shared=shared) for _ in range(2)]
         shared.leave()
-        return found
+        return [one["w"].tolist() for one in found]
 
-    transport = ThreadTransport(COUNT)
-    for found in together(COUNT, load):
-        assert [one["w"].tolist() for one in found] == [list(range(100))] * 2
+    assert together(COUNT, load) == [[WHOLE] * 2] * COUNT
     assert transport.gathers == garbled  # what was shared before
 
 
-def test_a_process_that_restores_fewer_trees_leaves_and_the_others_go_on(tmp_path: Any) -> None:
-    hf.save(tmp_path / "ckpt", {"w": np.arange(100)})
+def test_a_process_that_restores_fewer_trees_leaves_and_the_others_go_on(saved: Path) -> None:
+    transport = ThreadTransport()
 
     def load(coordinator: Coordinator) -> list[Any]:
-        shared = SharedReads(next_rendezvous(coordinator, "restore"), transport, 5.0, always=True)
-        checkpoint = open_at(as_location(tmp_path / "ckpt"))
-        reader = checkpoint.tree(checkpoint.only_tree(how=""))
+        reader, shared = opened(saved, coordinator, transport)
         found = [load_tree(reader, shared=shared)["w"].tolist() for _ in range(coordinator.process_index)]
         shared.leave()
         return found
 
-    transport = ThreadTransport(COUNT)
-    assert together(COUNT, load) == [[list(range(100))] * number for number in range(COUNT)]
+    assert together(COUNT, load) == [[WHOLE] * number for number in range(COUNT)]
 
 
 FACTS = {"plan": "p", "bytes": [10, 3], "spared": 64 * MIB, "always": False, "store": False, "machine": "one"}
@@ -266,36 +245,29 @@ def test_replicas_of_a_part_are_a_team() -> None:
 
 
 @pytest.mark.parametrize(
-    ("why", "array"),
+    ("why", "array", "shared"),
     [
-        ("each part has one owner", WantedArray((64,), (16,), 4, parts((64,), (4,), 1))),
-        ("most chunks have one owner", WantedArray((64,), (8,), 4, parts((64,), (4,), 1))),
-        ("it has no elements", WantedArray((0, 4), (1, 4), 4, None)),
-        ("its elements have no bytes", WantedArray((3,), (3,), 0, None)),
-        ("no process needs its end", WantedArray((64,), (16,), 4, [Part((0,), (40,), (0, 1, 2, 3))])),
-    ],
-)
-def test_what_each_process_reads_on_its_own(why: str, array: WantedArray) -> None:
-    plan = ReadPlan([array], 4)
-    assert plan.teams == {}
-    assert plan.spared_bytes == 0
-
-
-@pytest.mark.parametrize(
-    ("why", "array"),
-    [
-        ("one chunk for all parts", WantedArray((64,), (64,), 4, parts((64,), (4,), 1))),
+        ("each part has one owner", WantedArray((64,), (16,), 4, parts((64,), (4,), 1)), False),
+        ("most chunks have one owner", WantedArray((64,), (8,), 4, parts((64,), (4,), 1)), False),
+        ("it has no elements", WantedArray((0, 4), (1, 4), 4, None), False),
+        ("its elements have no bytes", WantedArray((3,), (3,), 0, None), False),
+        ("no process needs its end", WantedArray((64,), (16,), 4, [Part((0,), (40,), (0, 1, 2, 3))]), False),
+        ("one chunk for all parts", WantedArray((64,), (64,), 4, parts((64,), (4,), 1)), True),
         (
             "teams of one and of three",
             WantedArray((8,), (4,), 4, [Part((0,), (4,), (0,)), Part((4,), (4,), (1, 2, 3))]),
+            True,
         ),
-        ("one process wants nothing", WantedArray((8,), (8,), 4, [Part((0,), (8,), (0, 1, 3))])),
+        ("one process wants nothing", WantedArray((8,), (8,), 4, [Part((0,), (8,), (0, 1, 3))]), True),
     ],
 )
-def test_arrays_without_teams_of_equal_size_are_shared_by_all(why: str, array: WantedArray) -> None:
+def test_arrays_without_teams_of_equal_size_are_shared_by_all_or_by_none(
+    why: str, array: WantedArray, shared: bool
+) -> None:
     plan = ReadPlan([array], 4)
-    assert list(plan.teams) == [((0, 1, 2, 3),)]
-    assert set(readers(plan, 4).values()) == {1}
+    assert list(plan.teams) == ([((0, 1, 2, 3),)] if shared else [])
+    assert set(readers(plan, 4).values()) == ({1} if shared else set())
+    assert shared or plan.spared_bytes == 0
 
 
 @pytest.mark.parametrize(
