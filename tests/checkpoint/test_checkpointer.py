@@ -177,6 +177,7 @@ def test_a_handler_that_fails(tmp_path: Path, when: str, background: bool) -> No
         checkpointer.save(tmp_path / "two", {"a": 2})
     if isinstance(checkpointer, hf.AsyncCheckpointer):
         checkpointer.close()
+        checkpointer.check_for_errors()
     assert checkpointer.restore(tmp_path / "two") == {"a": 2}
     assert not (tmp_path / "one").exists()
     with pytest.raises(hf.CheckpointNotFoundError, match=r"no checkpoint here \(there is no checkpoint.json\)"):
@@ -186,14 +187,13 @@ def test_a_handler_that_fails(tmp_path: Path, when: str, background: bool) -> No
 def test_a_save_in_the_background_that_takes_too_long(tmp_path: Path) -> None:
     handler = HeldHandler()
     handler.snapshot.set()
-    checkpointer = hf.AsyncCheckpointer(handler, timeout_secs=0.01)
-    checkpointer.save(tmp_path / "one", {"a": 1})
-    with pytest.raises(hf.SaveFailedError, match=f"{tmp_path}/one is still not saved after 0.01 s"):
-        checkpointer.wait_until_finished()
-    handler.written.set()
-    while checkpointer._save.running:
-        pass
-    checkpointer.close()
+    with hf.AsyncCheckpointer(handler, timeout_secs=0.01) as checkpointer:
+        checkpointer.save(tmp_path / "one", {"a": 1})
+        with pytest.raises(hf.SaveFailedError, match=f"{tmp_path}/one is still not saved after 0.01 s"):
+            checkpointer.wait_until_finished()
+        handler.written.set()
+        while checkpointer._save.running:
+            pass
     assert hf.load(tmp_path / "one") == {"a": 1}
     with pytest.raises(TypeError, match="TextFiles cannot save in the background: use Checkpointer"):
         hf.AsyncCheckpointer(TextFiles())  # type: ignore[arg-type]

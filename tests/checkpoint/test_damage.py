@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,8 @@ CHUNKED = {"w": np.random.default_rng(0).integers(0, 255, (5, 3000), np.uint8), 
 SMALL = hf.Layout(chunk_bytes=4096, segment_bytes=8192, data_file_bytes=20_000)
 
 
-def flipped(content: bytes, position: int, bit: int) -> bytes:
+def flipped(content: bytes, position: int, bit: int | None = None) -> bytes:
+    bit = position % 8 if bit is None else bit
     return content[:position] + bytes([content[position] ^ 1 << bit]) + content[position + 1 :]
 
 
@@ -78,41 +79,37 @@ def test_flipped_bits_in_arrays_of_many_chunks(
     hf.save(place, CHUNKED, layout=SMALL)
     files = stored(place)
     random = np.random.default_rng(1)
-    for path, content in files.read().items():
+    contents = files.read()
+    for path, content in contents.items():
         for position in random.integers(0, len(content), 12 if local else 60).tolist():
-            files.write(path, flipped(content, position, position % 8))
+            files.write(path, flipped(content, position))
             check(place, CHUNKED, assert_same)
         files.write(path, content)
+    files.write("state/d/0", flipped(contents["state/d/0"], 4200))
+    with pytest.raises(
+        hf.DamagedCheckpointError,
+        match=f"(?s)in 1 of its leaves.*w: {place}/{files.name('state/d/0')}: chunk 1 has crc32c",
+    ):
+        hf.load(place)
+    files.write("state/d/1", contents["state/d/1"][:-1])
+    with pytest.raises(hf.DamagedCheckpointError, match=r"(?s)in 2 of its leaves.*v: .*/d/\w+\.0\.1: "):
+        hf.load(place)
 
 
-def cut_off(content: bytes) -> Iterator[bytes]:
-    size = len(content)
-    for length in {0, 1, 2, size // 3, size // 2, size - 1, *range(0, size, 61)}:
-        yield content[:length]
-
-
-def grown(content: bytes) -> Iterator[bytes]:
-    yield from (content + more for more in (b"\0", b"\n", b"{}", content))
-
-
-@pytest.mark.parametrize("lengths", [cut_off, grown])
-def test_files_of_other_lengths(place: str, stored: Any, assert_same: Same, lengths: Any) -> None:
+@pytest.mark.parametrize("grows", [False, True], ids=["cut off", "grown"])
+def test_files_of_other_lengths(place: str, stored: Any, assert_same: Same, grows: bool) -> None:
     hf.save(place, TREE)
     files = stored(place)
     for path, content in files.read().items():
-        for damaged in lengths(content):
+        size = len(content)
+        lengths = {0, 1, 2, size // 3, size // 2, size - 1, *range(0, size, 61)}
+        more = [content + more for more in (b"\0", b"\n", b"{}", content)]
+        for damaged in more if grows else [content[:length] for length in lengths]:
             files.write(path, damaged)
             is_noticed = check(place, TREE, assert_same)
             # Without its last newline, a document is still the same document.
-            assert is_noticed or lengths is grown or (path == RECORD and len(damaged) == len(content) - 1)
-            assert lengths is grown or not hf.verify(place).ok or path == RECORD
-        files.write(path, content)
-
-
-def test_a_file_that_is_missing(place: str, stored: Any) -> None:
-    hf.save(place, TREE)
-    files = stored(place)
-    for path, content in files.read().items():
+            assert is_noticed or grows or (path == RECORD and len(damaged) == size - 1)
+            assert grows or not hf.verify(place).ok or path == RECORD
         files.remove(path)
         expected = hf.CheckpointNotFoundError if path == RECORD else hf.DamagedCheckpointError
         with pytest.raises(expected, match=place if path == RECORD else path):
@@ -122,15 +119,14 @@ def test_a_file_that_is_missing(place: str, stored: Any) -> None:
 
 def test_a_folder_or_a_pipe_in_the_place_of_a_file(tmp_path: Any, stored: Any) -> None:
     hf.save(tmp_path / "ckpt", TREE)
-    for path in stored(str(tmp_path / "ckpt")).read():
+    for path, content in stored(str(tmp_path / "ckpt")).read().items():
         file = tmp_path / "ckpt" / path
-        content = file.read_bytes()
-        for make in (file.mkdir, lambda file=file: os.mkfifo(file)):
+        for make, unmake in ((os.mkdir, os.rmdir), (os.mkfifo, os.unlink)):
             file.unlink()
-            make()
+            make(file)
             with pytest.raises(hf.DamagedCheckpointError, match="not a regular file"):
                 hf.load(tmp_path / "ckpt")
-            os.rmdir(file) if file.is_dir() else file.unlink()
+            unmake(file)
             file.write_bytes(content)
 
 
@@ -163,7 +159,7 @@ def test_resuming_goes_back_to_the_step_before(
     for path, content in files.read().items():
         back = 0
         for position in range(0, len(content), stride):
-            files.write(path, flipped(content, position, position % 8))
+            files.write(path, flipped(content, position))
             back += restore(run, assert_same) == 1
         assert back > len(content) // stride * (0.2 if short(path) == "state/d/0" else 0.9)
         caplog.clear()
@@ -178,34 +174,21 @@ def test_resuming_goes_back_to_the_step_before(
     assert restore(run, assert_same) == 2
 
 
-def test_the_error_names_the_damaged_leaf(place: str, stored: Any) -> None:
-    hf.save(place, CHUNKED, layout=SMALL)
-    files = stored(place)
-    contents = files.read()
-    files.write("state/d/0", flipped(contents["state/d/0"], 4200, 0))
-    with pytest.raises(
-        hf.DamagedCheckpointError,
-        match=f"(?s)in 1 of its leaves.*w: {place}/{files.name('state/d/0')}: chunk 1 has crc32c",
-    ):
-        hf.load(place)
-    files.write("state/d/1", contents["state/d/1"][:-1])
-    with pytest.raises(hf.DamagedCheckpointError, match=r"(?s)in 2 of its leaves.*v: .*/d/\w+\.0\.1: "):
-        hf.load(place)
-
-
 def test_json_items(place: str, stored: Any, assert_same: Same) -> None:
-    value = {"lr": 0.1, "names": ["a", None, True], "n": 12}
     checkpointer = hf.Checkpointer(hf.JsonCheckpointHandler())
-    checkpointer.save(place, value)
-    files = stored(place)
-    content = files.read()["state/data.json"]
+    for value in (None, True, 3, 1.5, "text", [1, [2, {}]], {"lr": 0.1, "names": ["a", None, True], "n": {"m": 12}}):
+        checkpointer.save(place, value, force=True)
+        for read in (hf.load, checkpointer.restore, checkpointer.structure):
+            assert_same(read(place), value)
+    files, path = stored(place), next(path for path in stored(place).read() if path.endswith("data.json"))
+    content = files.read()[path]
     for position in range(len(content)):
-        files.write("state/data.json", flipped(content, position, position % 8))
+        files.write(path, flipped(content, position))
         assert check(place, value, assert_same) or position == len(content) - 1
-    files.write("state/data.json", content.replace(b"0.1", b"0.2"))
+    files.write(path, content.replace(b"0.1", b"0.2"))
     with pytest.raises(hf.DamagedCheckpointError, match=r"data\.json"):
         checkpointer.restore(place)
-    files.remove("state/data.json")
+    files.remove(path)
     for read in (hf.load, checkpointer.restore):
         with pytest.raises(hf.DamagedCheckpointError, match=r"data\.json is missing"):
             read(place)
@@ -220,8 +203,8 @@ class Pair(hf.handlers.CheckpointHandler):
         for name in ("one", "two"):
             (directory / name).write_bytes(item.encode())
 
-    def restore(self, directory: hf.storage.Location, item: Any = None, *, files: Any = None, **kwargs: Any) -> str:
-        return (directory / "one").read_bytes().decode() + (directory / "two").read_bytes().decode()
+    def restore(self, directory: hf.storage.Location, item: Any = None, **kwargs: Any) -> str:
+        return "".join((directory / name).read_bytes().decode() for name in ("one", "two"))
 
 
 def test_items_of_handlers_that_check_nothing(place: str, stored: Any) -> None:
@@ -232,12 +215,12 @@ def test_items_of_handlers_that_check_nothing(place: str, stored: Any) -> None:
         files = stored(f"{place}/2")
         contents = files.read()
         for path in ("state/one", "state/two"):
-            for content in (flipped(contents[path], 3, 0), b"", contents[path] + b"x"):
+            for content in (flipped(contents[path], 3), b"", contents[path] + b"x"):
                 files.write(path, content)
-                with pytest.raises(hf.DamagedCheckpointError, match=path):
-                    manager.restore(2)
-                with pytest.raises(hf.DamagedCheckpointError, match=path):
-                    hf.CheckpointManager(place, hf.Checkpointer(Pair())).restore(2)
+                for reader in (manager, hf.CheckpointManager(place, hf.Checkpointer(Pair()))):
+                    with pytest.raises(hf.DamagedCheckpointError, match=path):
+                        reader.restore(2)
+                assert path in [problem.file for problem in hf.verify(f"{place}/2").checkpoints[0].problems]
             files.remove(path)
             with pytest.raises(hf.DamagedCheckpointError, match=f"{path} is missing"):
                 manager.restore(2)
@@ -249,14 +232,11 @@ def test_items_of_handlers_that_check_nothing(place: str, stored: Any) -> None:
 
 
 def test_another_handler_than_the_one_that_wrote_it_is_no_damage(run: str) -> None:
-    with hf.CheckpointManager(run, hf.Checkpointer(Pair())) as manager:
-        with pytest.raises(
-            hf.errors.OptionError, match="written by a handler of kind 'pytree'; Pair is of kind 'files'"
-        ):
-            manager.restore_latest()
-        assert manager.all_steps() == [1, 2]
-    with pytest.raises(hf.errors.OptionError, match="kind 'pytree'; JsonCheckpointHandler is of kind 'json'"):
-        hf.CheckpointManager(run, hf.Checkpointer(hf.JsonCheckpointHandler())).restore(2)
+    for handler, kind in ((Pair(), "Pair is of kind 'files'"), (hf.JsonCheckpointHandler(), "JsonC.* of kind 'json'")):
+        with hf.CheckpointManager(run, hf.Checkpointer(handler)) as manager:
+            with pytest.raises(hf.errors.OptionError, match=f"written by a handler of kind 'pytree'; {kind}"):
+                manager.restore_latest()
+            assert manager.all_steps() == [1, 2]
 
 
 def test_only_documents_have_a_limit(place: str) -> None:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.equality import assert_same
 from tests.format.ocdbt_entries import decode_database
 from tests.processes.threads import together, unwrap
 
 import holdfast as hf
-from holdfast.engine.format import Entries
 
 LAYOUT = hf.Layout(chunk_bytes=4096, segment_bytes=8192)
 
@@ -29,55 +28,45 @@ def weights(step: int) -> dict[str, Any]:
     }
 
 
-def train(run: Path, *, steps: int = 2, several: int = 1, **arguments: Any) -> None:
-    """Saves some steps, as one or several processes."""
+def train(run: Path, *, several: int = 1, layout: hf.Layout = LAYOUT) -> None:
+    """Saves two steps, as one or several processes."""
 
     def process(coordinator: Any) -> None:
-        handler = hf.PyTreeCheckpointHandler(**{"layout": LAYOUT, **arguments})
+        saves = hf.Checkpointer(hf.PyTreeCheckpointHandler(layout=layout))
         options = hf.CheckpointManagerOptions(barrier_timeout_secs=10)
-        with hf.CheckpointManager(run, hf.Checkpointer(handler), options, coordinator=coordinator) as manager:
-            for step in range(1, steps + 1):
+        with hf.CheckpointManager(run, saves, options, coordinator=coordinator) as manager:
+            for step in (1, 2):
                 manager.save(step, weights(step))
 
-    if several == 1:
-        process(hf.processes.Alone())
-    else:
-        unwrap(together(several, process))
-
-
-def data_files(step: Path) -> list[Path]:
-    return sorted(path for path in (step / "state/d").iterdir() if path.name != "index")
-
-
-def index_of(step: Path) -> Entries:
-    """Reads where the chunks of a step lie."""
-    folder = step / "state"
-    manifest = (folder / "manifest.ocdbt").read_bytes()
-    return decode_database(manifest, lambda path, at, size: (folder / path).read_bytes()[at : at + size])
+    unwrap(together(several, process))
 
 
 def exchange(step: Path, leaf: str, other: str) -> None:
     """Lets a chunk of a leaf and one of another leaf (or the same) change places, with their checksums."""
-    entries = index_of(step)
+    folder = step / "state"
+    manifest = (folder / "manifest.ocdbt").read_bytes()
+    entries = decode_database(manifest, lambda path, at, size: (folder / path).read_bytes()[at : at + size])
     rows: dict[str, list[int]] = {}
     for row, key in enumerate(entries.keys):
         if entries.inline[row] is None:
             rows.setdefault(key.decode().partition("/")[0], []).append(row)
-    one, two = rows[leaf][0], rows[other][-1]
-    assert entries.lengths[one] == entries.lengths[two]
-    contents = {}
-    for row, source in ((one, two), (two, one)):
-        start, size = int(entries.offsets[source]), int(entries.lengths[source])
-        path = step / "state" / entries.files[entries.file_ids[source]]
-        contents[row] = path.read_bytes()[start : start + size]
-    assert contents[one] != contents[two]
-    for row, content in contents.items():
-        with open(step / "state" / entries.files[entries.file_ids[row]], "r+b") as file:
-            file.seek(int(entries.offsets[row]))
+    places = [
+        (folder / entries.files[entries.file_ids[row]], int(entries.offsets[row]), int(entries.lengths[row]))
+        for row in (rows[leaf][0], rows[other][-1])
+    ]
+    one, two = (path.read_bytes()[start : start + size] for path, start, size in places)
+    assert len(one) == len(two)
+    assert one != two
+    for (path, start, _), content in zip(places, (two, one), strict=True):
+        with path.open("r+b") as file:
+            file.seek(start)
             file.write(content)
 
 
-def check_refused(run: Path, leaves: list[str], caplog: pytest.LogCaptureFixture, assert_same: Any) -> None:
+LEAVES = [*(f"bias/layer{number}" for number in range(5)), "dense", "scale"]
+
+
+def check_refused(run: Path, leaves: list[str], caplog: pytest.LogCaptureFixture) -> None:
     """Checks that a load and a verification name the leaves, that the others load, and that a run goes back."""
     with pytest.raises(hf.DamagedCheckpointError, match="another chunk or from another save") as caught:
         hf.load(run / "2")
@@ -88,25 +77,15 @@ def check_refused(run: Path, leaves: list[str], caplog: pytest.LogCaptureFixture
         if leaf in leaves:
             with pytest.raises(hf.DamagedCheckpointError, match=leaf):
                 hf.load(run / "2", select=leaf)
-    others = [leaf for leaf in LEAVES if leaf not in leaves]
-    if others:
-        select = [f"{leaf}/**" if leaf == "bias" else leaf for leaf in others]
-        kept = hf.load(run / "2", select=select)
-        for leaf in others:
-            assert_same(value_of(kept, leaf), value_of(weights(2), leaf))
+        else:
+            found, expected = hf.load(run / "2", select=leaf), weights(2)
+            for key in leaf.split("/"):
+                found, expected = found[key], expected[key]
+            assert_same(found, expected)
     with caplog.at_level(logging.WARNING), hf.CheckpointManager(run) as manager:
         assert_same(manager.restore(), weights(1))
     assert "step 2 is damaged and passed over" in caplog.text
-    caplog.clear()
-
-
-LEAVES = ["bias/layer0", "bias/layer1", "bias/layer2", "bias/layer3", "bias/layer4", "dense", "scale"]
-
-
-def value_of(tree: Any, leaf: str) -> Any:
-    for key in leaf.split("/"):
-        tree = tree[key]
-    return tree
+    assert hf.verify(run / "1").ok
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -118,58 +97,51 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_data_files_of_another_step(
-    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, assert_same: Any
-) -> None:
-    run = tmp_path / "run"
-    train(run, **KINDS[kind])
-    for source, target in zip(data_files(run / "1"), data_files(run / "2"), strict=True):
+def test_data_files_of_another_step(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    train(tmp_path, **KINDS[kind])
+    files = [sorted((tmp_path / step / "state/d").glob("*.*")) for step in "12"]
+    for source, target in zip(*files, strict=True):
+        assert source.name != target.name
         assert source.stat().st_size == target.stat().st_size
         shutil.copyfile(source, target)
-    check_refused(run, LEAVES, caplog, assert_same)
-    assert_same(hf.load(run / "1"), weights(1))
-    assert hf.verify(run / "1").ok
+    check_refused(tmp_path, LEAVES, caplog)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "chunks of 16 MiB"])
 @pytest.mark.parametrize("leaves", [("dense", "dense"), ("bias.layer1", "bias.layer3")], ids="-".join)
 def test_two_chunks_that_changed_places(
-    kind: str, leaves: tuple[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture, assert_same: Any
+    kind: str, leaves: tuple[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = tmp_path / "run"
-    train(run, **KINDS[kind])
-    exchange(run / "2", *leaves)
-    check_refused(run, sorted({leaf.replace(".", "/") for leaf in leaves}), caplog, assert_same)
+    train(tmp_path, **KINDS[kind])
+    exchange(tmp_path / "2", *leaves)
+    check_refused(tmp_path, sorted({leaf.replace(".", "/") for leaf in leaves}), caplog)
 
 
-def test_the_whole_folder_of_data_of_another_step(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    train(run)
-    shutil.rmtree(run / "2/state/d")
-    shutil.copytree(run / "1/state/d", run / "2/state/d")
-    for copied in ("d/index", "manifest.ocdbt", "tree.json"):  # one more file of step 1 each time
-        shutil.copy(run / "1/state" / copied, run / "2/state" / copied)
-        with pytest.raises(hf.DamagedCheckpointError, match="d/index is not what was saved"):
-            hf.load(run / "2")
-        assert not hf.verify(run / "2").ok
-
-
-def test_the_leaves_in_one_file_of_another_step(tmp_path: Path) -> None:
-    everything = {"save_args": hf.SaveArgs(aggregate=True)}
-    with hf.CheckpointManager(tmp_path) as manager:
+def test_other_files_of_another_step(tmp_path: Path) -> None:
+    with hf.CheckpointManager(tmp_path / "aggregated") as manager:
         for step in (1, 2):
-            manager.save(step, weights(step), save_kwargs=everything)
-    shutil.copy(tmp_path / "1/state/aggregate.msgpack", tmp_path / "2/state/aggregate.msgpack")
-    with pytest.raises(hf.DamagedCheckpointError, match=r"aggregate\.msgpack is not what was saved"):
-        hf.load(tmp_path / "2")
+            manager.save(step, weights(step), save_kwargs={"save_args": hf.SaveArgs(aggregate=True)})
+    train(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run/2/state/d")
+    shutil.copytree(tmp_path / "run/1/state/d", tmp_path / "run/2/state/d")
+    for run, copied, named in [
+        ("run", "d/index", r"d/index"),
+        ("run", "manifest.ocdbt", r"d/index"),  # one more file of step 1 each time
+        ("run", "tree.json", r"d/index"),
+        ("aggregated", "aggregate.msgpack", r"aggregate\.msgpack"),
+    ]:
+        shutil.copy(tmp_path / run / "1/state" / copied, tmp_path / run / "2/state" / copied)
+        with pytest.raises(hf.DamagedCheckpointError, match=f"{named} is not what was saved"):
+            hf.load(tmp_path / run / "2")
+        assert not hf.verify(tmp_path / run / "2").ok
 
 
-@pytest.mark.parametrize("other", [lambda path: path / "d/index", lambda path: path / "manifest.ocdbt"])
-def test_an_index_that_says_other_checksums(other: Callable[[Path], Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("path", ["d/index", "manifest.ocdbt"])
+def test_an_index_that_says_other_checksums(path: str, tmp_path: Path) -> None:
     """The index ends with the checksums; the commit record has the digest of the whole."""
-    hf.save(tmp_path / "saved", weights(1))
-    path = other(tmp_path / "saved/state")
-    content = path.read_bytes()
-    path.write_bytes(content[:-12] + bytes([content[-12] ^ 1]) + content[-11:])
-    with pytest.raises(hf.DamagedCheckpointError, match=f"{path.name} is not what was saved"):
-        hf.load(tmp_path / "saved", select="scale")
+    hf.save(tmp_path, weights(1), overwrite=True)
+    content = bytearray((tmp_path / "state" / path).read_bytes())
+    content[-12] ^= 1
+    (tmp_path / "state" / path).write_bytes(content)
+    with pytest.raises(hf.DamagedCheckpointError, match=f"{path} is not what was saved"):
+        hf.load(tmp_path, select="scale")
