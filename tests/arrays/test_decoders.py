@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.equality import assert_same
 from tests.format.memory import at_most
 
 import holdfast as hf
@@ -155,7 +156,7 @@ def test_small_arrays_beside_large_ones_are_verified_without_a_copy_of_these(tmp
         hf.load(tmp_path / "model")
 
 
-def test_small_arrays_of_several_kinds_and_every_rank_in_turns(tmp_path: Path, assert_same: Any) -> None:
+def test_small_arrays_of_several_kinds_and_every_rank_in_turns(tmp_path: Path) -> None:
     most_axes = 64 if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else 32
     tree = {
         f"block{number}": {

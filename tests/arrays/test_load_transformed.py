@@ -4,12 +4,13 @@ are read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.equality import assert_same
 
 import holdfast as hf
 from holdfast import Transform
@@ -23,7 +24,6 @@ jax = pytest.importorskip("jax")
 torch = pytest.importorskip("torch")
 jnp: Any = jax.numpy
 
-Same = Callable[[Any, Any], None]
 
 TREE = {
     "layers": [{"w": np.full((64, 64), number, np.float32)} for number in (1, 2)],
@@ -75,7 +75,7 @@ CASES: dict[str, tuple[Any, Any, set[str]]] = {
 
 @pytest.mark.parametrize(("transformations", "new", "needed"), CASES.values(), ids=CASES)
 def test_the_result_equals_that_in_memory_and_only_needed_leaves_are_read(
-    transformations: Any, new: Any, needed: set[str], saved: str, stored: Any, assert_same: Same
+    transformations: Any, new: Any, needed: set[str], saved: str, stored: Any
 ) -> None:
     expected = hf.apply_transformations(TREE, transformations, new)
     assert_same(hf.load_transformed(saved, transformations, new), expected)

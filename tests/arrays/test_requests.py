@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+from tests.equality import assert_same
 
 import holdfast as hf
 from holdfast.engine.arrays import TreeReader, load_tree
@@ -18,7 +18,6 @@ jax: Any = pytest.importorskip("jax")
 torch: Any = pytest.importorskip("torch")
 jnp: Any = jax.numpy
 
-Same = Callable[[Any, Any], None]
 W = np.arange(12, dtype=np.float32).reshape(3, 4) / 8
 TREE: dict[str, Any] = {
     "w": W,
@@ -93,9 +92,7 @@ REQUESTS: dict[str, tuple[str, dict[str, Any], Any]] = {
 
 
 @pytest.mark.parametrize(("name", "request_", "expected"), REQUESTS.values(), ids=REQUESTS)
-def test_without_a_template(
-    name: str, request_: dict[str, Any], expected: Any, reader: TreeReader, assert_same: Same
-) -> None:
+def test_without_a_template(name: str, request_: dict[str, Any], expected: Any, reader: TreeReader) -> None:
     assert_same(ask(reader, name, **request_), expected)
     beside = load_tree(reader, requests={name: request_of(**request_)})
     assert_same(beside, {**load_tree(reader), name: expected})

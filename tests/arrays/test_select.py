@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from tests.equality import assert_same
 from tests.ids import plain_id
 
 import holdfast as hf
-
-Same = Callable[[Any, Any], None]
 
 TREE = {
     "params": {
@@ -142,7 +141,7 @@ def test_invalid_patterns(select: Any, saved: str) -> None:
         hf.load(saved, select=select)
 
 
-def test_containers_that_have_nothing_left_are_left_out(saved: str, assert_same: Same) -> None:
+def test_containers_that_have_nothing_left_are_left_out(saved: str) -> None:
     assert_same(hf.load(saved, select="**"), TREE)
     assert_same(hf.load(saved, select="opt/**"), {"opt": TREE["opt"]})
     assert_same(
@@ -151,7 +150,7 @@ def test_containers_that_have_nothing_left_are_left_out(saved: str, assert_same:
     )
 
 
-def test_a_template_of_the_selected_leaves(saved: str, assert_same: Same) -> None:
+def test_a_template_of_the_selected_leaves(saved: str) -> None:
     dense = {"kernel": np.zeros((2, 3)), "bias": np.zeros(3)}
     found = hf.load(saved, select="params/Dense_0/*", like={"params": {"Dense_0": dense}})
     assert_same(found, {"params": {"Dense_0": {"kernel": np.ones((2, 3)), "bias": np.zeros(3)}}})
@@ -164,7 +163,7 @@ def test_a_template_of_the_selected_leaves(saved: str, assert_same: Same) -> Non
     )
 
 
-def test_only_selected_leaves_are_read(place: str, assert_same: Same, stored: Callable[[str], Any]) -> None:
+def test_only_selected_leaves_are_read(place: str, stored: Callable[[str], Any]) -> None:
     tree = {"a": np.arange(3.0), "b": np.arange(100_000.0), "c": np.arange(4.0)}
     hf.save(place, tree)
     files = stored(place)
@@ -176,7 +175,7 @@ def test_only_selected_leaves_are_read(place: str, assert_same: Same, stored: Ca
     assert_same(hf.load(place, select=["a", "c"]), {"a": tree["a"], "c": tree["c"]})
 
 
-def test_few_of_many_leaves_need_a_small_part_of_the_index(tmp_path: Path, assert_same: Same) -> None:
+def test_few_of_many_leaves_need_a_small_part_of_the_index(tmp_path: Path) -> None:
     tree = {f"layer{number:05d}": {"w": np.full(3, number), "b": np.asarray(number)} for number in range(10_000)}
     hf.save(tmp_path / "saved", tree)
     index = (tmp_path / "saved/state/d/index").stat().st_size

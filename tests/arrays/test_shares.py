@@ -15,6 +15,7 @@ import pytest
 import tensorstore as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.equality import assert_same
 from tests.fixtures import StoredFiles
 
 import holdfast as hf
@@ -25,7 +26,6 @@ from holdfast.engine.distributed import ProcessInfo
 from holdfast.engine.pytree import ArrayLeaf, Part, Piece, describe, flatten
 from holdfast.engine.storage import as_location
 
-Same = Callable[[Any, Any], None]
 Divide = Callable[[str, tuple[int, ...]], tuple[Part, ...] | None]
 
 LAYOUT = hf.Layout(chunk_bytes=4096, segment_bytes=16_384, data_file_bytes=60_000)
@@ -125,7 +125,7 @@ def read_with_tensorstore(place: str, name: str) -> Any:
     return ts.open(spec, open=True, context=context).result().read().result()
 
 
-def check(place: str, files: Any, assert_same: Same) -> None:
+def check(place: str, files: Any) -> None:
     """holdfast and TensorStore read all that was written, as if one process had saved it."""
     reader = TreeReader(as_location(place), files)
     assert reader.verify() == []
@@ -143,13 +143,13 @@ def check(place: str, files: Any, assert_same: Same) -> None:
         (columns_in_pairs, 4),
     ],
 )
-def test_shares_make_one_tree(divide: Callable[[int], Divide], count: int, place: str, assert_same: Same) -> None:
+def test_shares_make_one_tree(divide: Callable[[int], Divide], count: int, place: str) -> None:
     """Each process writes files of its own, which are about as large as those of the others."""
     writer, fragments = write_shares(place, TREE, count, divide(count))
     files = writer.merge(as_location(place), fragments)
     stored = StoredFiles(place).read()
     assert {path: len(content) for path, content in stored.items()} == {path: one.size for path, one in files.items()}
-    check(place, files, assert_same)
+    check(place, files)
     names = [path for path in files if path not in ("d/index", "manifest.ocdbt", "tree.json")]
     assert all(re.fullmatch(rf"d/[0-9a-f]{{8}}\.[0-{count - 1}]\.\d+", name) for name in names)
     assert len({name.split(".")[0] for name in names}) == 1
@@ -306,9 +306,7 @@ def test_a_merge_holds_one_fragment_at_a_time(place: str) -> None:
 
 
 @pytest.mark.parametrize("divide", [undivided, rows, columns_in_pairs])
-def test_a_snapshot_holds_what_its_process_writes(
-    place: str, divide: Callable[[int], Divide], assert_same: Same
-) -> None:
+def test_a_snapshot_holds_what_its_process_writes(place: str, divide: Callable[[int], Divide]) -> None:
     tree = {"a": VALUES.reshape(240, 250).copy(), "b": [VALUES[:4999].astype(">f4")], "c": TREE["words"].copy()}
     kept = flatten(tree)
     before = [value.copy() for value in kept.values]
@@ -337,7 +335,7 @@ def test_a_process_that_lacks_its_part(place: str) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_compression_and_chunks_of_single_leaves(count: int, place: str, assert_same: Same) -> None:
+def test_compression_and_chunks_of_single_leaves(count: int, place: str) -> None:
     levels = {"params.kernel": None, "opt.0.mu": 3, "words": 19, "params.scale": 3}
     options = {
         "compression": {"params.kernel": None, "words": 19, "note": 5},
@@ -351,7 +349,7 @@ def test_compression_and_chunks_of_single_leaves(count: int, place: str, assert_
     chunks = {name: found[name].chunk_shape for name in ("params.kernel", "narrow")}  # type: ignore[union-attr]
     assert chunks["params.kernel"] == (240 // count, 250)
     assert chunks["narrow"] < TREE["narrow"].shape
-    check(place, files, assert_same)
+    check(place, files)
     np.testing.assert_array_equal(read_with_tensorstore(place, "narrow"), TREE["narrow"])
     plain_writer, plain = write_shares(f"{place}/plain", TREE, count, rows(count))
     plain_files = plain_writer.merge(as_location(f"{place}/plain"), plain)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from tests.equality import assert_same
 
 import holdfast as hf
-
-Same = Callable[[Any, Any], None]
 
 
 class Pair(NamedTuple):
@@ -133,7 +131,7 @@ CASTS: dict[str, tuple[Any, Any, Any]] = {
 
 
 @pytest.mark.parametrize("name", [*PAIRS, *CASTS])
-def test_what_fits_a_template(name: str, place: str, assert_same: Same, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_fits_a_template(name: str, place: str, caplog: pytest.LogCaptureFixture) -> None:
     saved, template, expected = (PAIRS | CASTS)[name]
     hf.save(place, {"x": saved, "same": np.ones(2)})
     like, cast = {"x": template, "same": np.zeros(2)}, name in CASTS
@@ -166,7 +164,7 @@ def test_a_cast_gives_what_the_library_of_the_template_gives(library: str, place
         assert (found == jnp.asarray(exact).astype(jnp.bfloat16)).all()
 
 
-def test_a_subset_is_what_the_template_has(place: str, assert_same: Same) -> None:
+def test_a_subset_is_what_the_template_has(place: str) -> None:
     saved = {"a": {"w": np.ones(3), "v": 2}, "b": [1, 2], "c": "text", "key.with.dots": 3}
     hf.save(place, saved)
     for part in ({"a": {"v": 2}}, {"b": [1], "c": "text"}, {"key": {"with": {"dots": 3}}}, saved, {}):
@@ -180,7 +178,7 @@ def test_a_subset_is_what_the_template_has(place: str, assert_same: Same) -> Non
         hf.load(place, like=None, cast=True)
 
 
-def test_items_of_a_checkpoint(place: str, assert_same: Same) -> None:
+def test_items_of_a_checkpoint(place: str) -> None:
     items = {"state": hf.PyTreeCheckpointer(), "config": hf.Checkpointer(hf.JsonCheckpointHandler())}
     with hf.CheckpointManager(place, items) as manager:
         manager.save(3, {"state": {"w": np.ones(2)}, "config": {"lr": 0.1}})

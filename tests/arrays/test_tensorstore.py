@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from tests.dtypes import ZARR_BUILT_IN, ZARR_EXTENDED
+from tests.equality import assert_same
 
 import holdfast as hf
 from holdfast.engine.arrays import TreeReader
@@ -22,7 +23,6 @@ from holdfast.engine.storage import as_location
 
 jax: Any = pytest.importorskip("jax")
 
-Same = Callable[[Any, Any], None]
 
 SMALL = hf.Layout(chunk_bytes=4096, segment_bytes=8192, data_file_bytes=20_000)
 
@@ -46,7 +46,7 @@ def read(place: str, name: str) -> Any:
 # ---- what is saved here
 
 
-def test_every_array_of_a_saved_tree_by_the_path_that_the_design_gives(place: str, assert_same: Same) -> None:
+def test_every_array_of_a_saved_tree_by_the_path_that_the_design_gives(place: str) -> None:
     values = np.arange(60_000, dtype=np.float32)
     matrix = values.reshape(200, 300)
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 2), ("x", "y"))
@@ -85,7 +85,7 @@ def test_every_array_of_a_saved_tree_by_the_path_that_the_design_gives(place: st
 
 
 @pytest.mark.parametrize("name", [*ZARR_BUILT_IN, *ZARR_EXTENDED])
-def test_every_standard_dtype_both_ways(name: str, place: str, assert_same: Same) -> None:
+def test_every_standard_dtype_both_ways(name: str, place: str) -> None:
     values = (np.arange(9000) % 2).astype(np.dtype(getattr(ml_dtypes, name, name)))
     tree = {"flat": values, "cube": values.reshape(9, 10, 100), "scalar": values[1], "empty": values[:0]}
     hf.save(f"{place}/ours", tree, layout=SMALL)
@@ -165,7 +165,7 @@ def write(
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("config", DATABASES)
 @pytest.mark.parametrize("codecs", CODECS)
-def test_chunks_and_codecs(codecs: str, config: str, place: str, assert_same: Same) -> None:
+def test_chunks_and_codecs(codecs: str, config: str, place: str) -> None:
     values = np.random.default_rng(0).random((60, 50)).astype(np.float32)
     for index, chunks in enumerate(CHUNKS):
         write(place, f"array.{index}", values, chunks, codecs, DATABASES[config])
@@ -192,7 +192,7 @@ FILLS: dict[str, tuple[str, Any]] = {
 
 @pytest.mark.parametrize("codecs", ["little", "big_checked"])
 @pytest.mark.parametrize("name", FILLS)
-def test_chunks_that_are_not_stored_hold_the_fill_value(name: str, codecs: str, place: str, assert_same: Same) -> None:
+def test_chunks_that_are_not_stored_hold_the_fill_value(name: str, codecs: str, place: str) -> None:
     dtype, value = FILLS[name]
     none = np.full((20, 20), value).astype(np.dtype(getattr(ml_dtypes, dtype, dtype)))
     some = none.copy()
@@ -206,7 +206,7 @@ def test_chunks_that_are_not_stored_hold_the_fill_value(name: str, codecs: str, 
         np.testing.assert_array_equal(array, expected)
 
 
-def test_the_newest_of_several_versions(place: str, assert_same: Same) -> None:
+def test_the_newest_of_several_versions(place: str) -> None:
     values = np.arange(3000.0).reshape(60, 50)
     for version in range(3):
         write(place, f"a{version}", values, (20, 20))
@@ -217,7 +217,7 @@ def test_the_newest_of_several_versions(place: str, assert_same: Same) -> None:
     assert_same(hf.load(place), {"a0": values_now, "a1": values, "a2": values})
 
 
-def test_a_folder_of_arrays_is_a_checkpoint_of_another_library(place: str, assert_same: Same) -> None:
+def test_a_folder_of_arrays_is_a_checkpoint_of_another_library(place: str) -> None:
     write(place, "a", np.arange(10.0))
     write(place, "b", np.ones(3))
     assert_same(hf.load(place, select="b"), {"b": np.ones(3)})

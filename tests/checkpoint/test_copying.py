@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from tests.clocks import Waiting
 from tests.earlier_versions.programs import __file__ as earlier
+from tests.equality import assert_same
 from tests.fixtures import StoredFiles
 from tests.processes.harness import Process, run_outcomes
 
@@ -24,7 +25,6 @@ from holdfast.engine.steps import read_record
 from holdfast.engine.storage import Location, as_location
 
 SMALL = hf.Layout(chunk_bytes=16_384, segment_bytes=65_536, data_file_bytes=1 << 20)
-Same = Callable[[Any, Any], None]
 Files = Callable[[str], StoredFiles]
 
 
@@ -127,7 +127,7 @@ def test_a_tree_of_components_is_copied(tmp_path: Path) -> None:
         hf.copy_checkpoint(save(f"{tmp_path}/c"), tmp_path / "b", overwrite=True)
 
 
-def test_another_checkpoint_is_replaced_only_on_request(tmp_path: Path, assert_same: Same) -> None:
+def test_another_checkpoint_is_replaced_only_on_request(tmp_path: Path) -> None:
     original, other = save(f"{tmp_path}/original", 1), save(f"{tmp_path}/other", 2)
     with pytest.raises(hf.CheckpointExistsError, match=r"another checkpoint is there.*overwrite=True"):
         hf.copy_checkpoint(original, other)
@@ -262,7 +262,7 @@ def test_a_file_that_was_torn_is_sent_again(tmp_path: Path, stored: Files) -> No
 
 @pytest.mark.parametrize("how", ["copied", "saved"])
 def test_the_rest_of_another_checkpoint_is_not_used(
-    tmp_path: Path, place: str, target: Location, stored: Files, assert_same: Same, how: str
+    tmp_path: Path, place: str, target: Location, stored: Files, how: str
 ) -> None:
     first = save(f"{tmp_path}/first", 1)
     with pytest.raises(Interrupted):

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.equality import assert_same
 
 import holdfast as hf
 from holdfast.engine.arrays import ArrayDatabase, TreeReader
 from holdfast.engine.arrays.assemble import Assembly
 from holdfast.engine.steps import read_record
-
-Same = Callable[[Any, Any], None]
 
 RECORD = "checkpoint.json"
 TREE: dict[str, Any] = {
@@ -32,7 +30,7 @@ def flipped(content: bytes, position: int, bit: int | None = None) -> bytes:
     return content[:position] + bytes([content[position] ^ 1 << bit]) + content[position + 1 :]
 
 
-def check(place: str, expected: Any, assert_same: Same) -> bool:
+def check(place: str, expected: Any) -> bool:
     """Check that damage is noticed, by an error that holdfast raises on purpose, or has no effect; return which."""
     found: Any
     try:
@@ -49,7 +47,7 @@ def check(place: str, expected: Any, assert_same: Same) -> bool:
 INDEX = ("state/manifest.ocdbt", "state/d/index")
 
 
-def test_a_flipped_bit_in_every_byte(place: str, stored: Any, short: Any, assert_same: Same, every: bool) -> None:
+def test_a_flipped_bit_in_every_byte(place: str, stored: Any, short: Any, every: bool) -> None:
     """Of the index, it is noticed wherever it is; the sweep flips each of its bits."""
     hf.save(place, TREE)
     files = stored(place)
@@ -60,7 +58,7 @@ def test_a_flipped_bit_in_every_byte(place: str, stored: Any, short: Any, assert
         bits = 8 if every and path in INDEX else 1
         for position, bit in itertools.product(range(len(content)), range(bits)):
             files.write(path, flipped(content, position, (position * 5 + bit) % 8))
-            noticed[path] += check(place, TREE, assert_same)
+            noticed[path] += check(place, TREE)
         files.write(path, content)
         if path in INDEX:
             assert noticed[path] == bits * len(content)
@@ -72,9 +70,7 @@ def test_a_flipped_bit_in_every_byte(place: str, stored: Any, short: Any, assert
 
 
 @pytest.mark.parametrize("local", [False, True], ids=["memory", "local"])
-def test_flipped_bits_in_arrays_of_many_chunks(
-    local: bool, place: str, tmp_path: Any, stored: Any, assert_same: Same
-) -> None:
+def test_flipped_bits_in_arrays_of_many_chunks(local: bool, place: str, tmp_path: Any, stored: Any) -> None:
     place = str(tmp_path / "ckpt") if local else place
     hf.save(place, CHUNKED, layout=SMALL)
     files = stored(place)
@@ -83,7 +79,7 @@ def test_flipped_bits_in_arrays_of_many_chunks(
     for path, content in contents.items():
         for position in random.integers(0, len(content), 12 if local else 60).tolist():
             files.write(path, flipped(content, position))
-            check(place, CHUNKED, assert_same)
+            check(place, CHUNKED)
         files.write(path, content)
     files.write("state/d/0", flipped(contents["state/d/0"], 4200))
     with pytest.raises(
@@ -97,7 +93,7 @@ def test_flipped_bits_in_arrays_of_many_chunks(
 
 
 @pytest.mark.parametrize("grows", [False, True], ids=["cut off", "grown"])
-def test_files_of_other_lengths(place: str, stored: Any, assert_same: Same, grows: bool) -> None:
+def test_files_of_other_lengths(place: str, stored: Any, grows: bool) -> None:
     hf.save(place, TREE)
     files = stored(place)
     for path, content in files.read().items():
@@ -106,7 +102,7 @@ def test_files_of_other_lengths(place: str, stored: Any, assert_same: Same, grow
         more = [content + more for more in (b"\0", b"\n", b"{}", content)]
         for damaged in more if grows else [content[:length] for length in lengths]:
             files.write(path, damaged)
-            is_noticed = check(place, TREE, assert_same)
+            is_noticed = check(place, TREE)
             # Without its last newline, a document is still the same document.
             assert is_noticed or grows or (path == RECORD and len(damaged) == size - 1)
             assert grows or not hf.verify(place).ok or path == RECORD
@@ -139,7 +135,7 @@ def run(place: str) -> str:
     return place
 
 
-def restore(run: str, assert_same: Same) -> int:
+def restore(run: str) -> int:
     """Resume, check the values, and return the step."""
     manager = hf.CheckpointManager(run, options=hf.CheckpointManagerOptions(read_only=True))
     restored = manager.restore_latest()
@@ -150,31 +146,29 @@ def restore(run: str, assert_same: Same) -> int:
     return restored.step
 
 
-def test_resuming_goes_back_to_the_step_before(
-    run: str, stored: Any, short: Any, assert_same: Same, caplog: Any, every: bool
-) -> None:
+def test_resuming_goes_back_to_the_step_before(run: str, stored: Any, short: Any, caplog: Any, every: bool) -> None:
     stride = 7 if every else 23
     files = stored(f"{run}/2")
-    assert restore(run, assert_same) == 2
+    assert restore(run) == 2
     for path, content in files.read().items():
         back = 0
         for position in range(0, len(content), stride):
             files.write(path, flipped(content, position))
-            back += restore(run, assert_same) == 1
+            back += restore(run) == 1
         assert back > len(content) // stride * (0.2 if short(path) == "state/d/0" else 0.9)
         caplog.clear()
         for length in (0, len(content) // 2, len(content) - 2):
             files.write(path, content[:length])
-            assert restore(run, assert_same) == 1
+            assert restore(run) == 1
             assert "step 2 is damaged and passed over" in caplog.text
             assert "going back to step 1" in caplog.text
         files.remove(path)
-        assert restore(run, assert_same) == 1
+        assert restore(run) == 1
         files.write(path, content)
-    assert restore(run, assert_same) == 2
+    assert restore(run) == 2
 
 
-def test_json_items(place: str, stored: Any, assert_same: Same) -> None:
+def test_json_items(place: str, stored: Any) -> None:
     checkpointer = hf.Checkpointer(hf.JsonCheckpointHandler())
     for value in (None, True, 3, 1.5, "text", [1, [2, {}]], {"lr": 0.1, "names": ["a", None, True], "n": {"m": 12}}):
         checkpointer.save(place, value, force=True)
@@ -184,7 +178,7 @@ def test_json_items(place: str, stored: Any, assert_same: Same) -> None:
     content = files.read()[path]
     for position in range(len(content)):
         files.write(path, flipped(content, position))
-        assert check(place, value, assert_same) or position == len(content) - 1
+        assert check(place, value) or position == len(content) - 1
     files.write(path, content.replace(b"0.1", b"0.2"))
     with pytest.raises(hf.DamagedCheckpointError, match=r"data\.json"):
         checkpointer.restore(place)

@@ -29,10 +29,12 @@ def tree() -> dict[str, Any]:
     }
 
 
-def checked(count: int, change: Change, only: int = 1) -> list[Any]:
+def checked(count: int, change: Change) -> list[Any]:
+    """What the check says to each process if process 1 has another tree."""
+
     def run(coordinator: Coordinator) -> None:
         mine = tree()
-        if coordinator.process_index == only:
+        if coordinator.process_index == 1:
             change(mine)
         hf.processes.check_replicas(mine, coordinator=coordinator, timeout_secs=10)
 
@@ -42,42 +44,30 @@ def checked(count: int, change: Change, only: int = 1) -> list[Any]:
 def test_the_same_everywhere() -> None:
     assert checked(3, lambda mine: None) == [None] * 3
     hf.processes.check_replicas(tree())
-
-
-@pytest.mark.parametrize(
-    ("change", "name"),
-    [
-        pytest.param(lambda mine: mine["w"].__setitem__((2, 3), -1), "w", id="an element"),
-        pytest.param(lambda mine: mine["bf"].__setitem__((0, 1), 0), "bf", id="an element without numpy's name"),
-        pytest.param(lambda mine: mine.update(words=np.array(["a", "bd"])), "words", id="a word"),
-        pytest.param(lambda mine: mine.update(step=8), "step", id="a number"),
-        pytest.param(lambda mine: mine.update(note="other"), "note", id="a text"),
-    ],
-)
-def test_what_differs_is_named_everywhere(change: Change, name: str) -> None:
-    for result in checked(3, change):
-        assert isinstance(result, hf.TreeMismatchError)
-        assert result.differences == (f"{name}: process 0 has other values than process 1",)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        pytest.param(lambda mine: mine.update(more=1), id="another leaf"),
-        pytest.param(lambda mine: mine.update(w=np.zeros((4, 3))), id="another shape"),
-        pytest.param(lambda mine: mine.update(step="7"), id="another kind"),
-    ],
-)
-def test_trees_that_differ(change: Change) -> None:
-    for result in checked(2, change):
-        assert isinstance(result, hf.TreeMismatchError)
-        assert result.differences == ("process 1 has another tree than process 0",)
-
-
-def test_a_process_that_cannot_take_part() -> None:
     first, second = checked(2, lambda mine: mine.update(w=object()))
     assert isinstance(second, hf.errors.UnsupportedLeafError)
     assert isinstance(first, hf.errors.PeerFailedError)
+
+
+ANOTHER_TREE = "process 1 has another tree than process 0"
+DIFFERENT: dict[str, tuple[Change, str]] = {
+    "an element": (lambda mine: mine["w"].__setitem__((2, 3), -1), "w"),
+    "an element without numpy's name": (lambda mine: mine["bf"].__setitem__((0, 1), 0), "bf"),
+    "a word": (lambda mine: mine.update(words=np.array(["a", "bd"])), "words"),
+    "a number": (lambda mine: mine.update(step=8), "step"),
+    "a text": (lambda mine: mine.update(note="other"), "note"),
+    "another leaf": (lambda mine: mine.update(more=1), ANOTHER_TREE),
+    "another shape": (lambda mine: mine.update(w=np.zeros((4, 3))), ANOTHER_TREE),
+    "another kind": (lambda mine: mine.update(step="7"), ANOTHER_TREE),
+}
+
+
+@pytest.mark.parametrize(("change", "said"), DIFFERENT.values(), ids=DIFFERENT)
+def test_what_differs_is_named_everywhere(change: Change, said: str) -> None:
+    line = said if said == ANOTHER_TREE else f"{said}: process 0 has other values than process 1"
+    for result in checked(3, change):
+        assert isinstance(result, hf.TreeMismatchError)
+        assert result.differences == (line,)
 
 
 @pytest.mark.parametrize("altered", [None, 2, 3])
@@ -95,16 +85,16 @@ def test_parts_are_compared_among_those_who_hold_them(monkeypatch: pytest.Monkey
         pieces = [Piece((low, 0), mine[low:high]) for low, high in rows]
         return [ArrayLeaf(values.dtype, (10, 3), pieces, True, {"kind": "numpy"}, parts)]
 
+    def check(coordinator: Coordinator) -> tuple[str, ...]:
+        try:
+            hf.processes.check_replicas({"w": coordinator.process_index}, coordinator=coordinator, timeout_secs=10)
+        except hf.TreeMismatchError as error:
+            return error.differences
+        return ()
+
     monkeypatch.setattr(replicas, "describe", describe)
-    results = together(
-        4, lambda one: hf.processes.check_replicas({"w": one.process_index}, coordinator=one, timeout_secs=10)
-    )
-    for result in results:
-        if altered is None:
-            assert result is None
-        else:
-            assert isinstance(result, hf.TreeMismatchError)
-            assert result.differences == ("w: process 2 has other values than process 3",)
+    expected = () if altered is None else ("w: process 2 has other values than process 3",)
+    assert together(4, check) == [expected] * 4
 
 
 def test_many_differences_are_cut_short() -> None:
