@@ -302,16 +302,25 @@ def before_operation(*acts: tuple[int, Callable[[], object]]) -> Iterator[None]:
         yield
 
 
-def commit_or_abort(pending: PendingCheckpoint, record: CheckpointRecord) -> hf.errors.StorageConflictError | None:
-    try:
-        pending.commit(record)
-    except hf.errors.StorageConflictError as error:
-        pending.abort(error)
-        return error
-    return None
+class Rival:
+    """A save that begins and ends while something else goes on with its place; it may be refused."""
 
+    def __init__(self, place: hf.storage.Location, **options: Any) -> None:
+        self.place, self.options = place, options
+        self.begun: tuple[PendingCheckpoint, CheckpointRecord] | None = None
+        self.is_refused = self.has_ended = False
 
-Saves = list[tuple[PendingCheckpoint, CheckpointRecord]]
+    def begin(self) -> None:
+        try:
+            pending = begin(self.place, **self.options)
+            self.begun = pending, write(pending, "new")
+        except hf.errors.StorageConflictError:
+            self.is_refused = True
+
+    def end(self) -> None:
+        if self.begun is not None and not self.has_ended:
+            self.begun[0].commit(self.begun[1])
+            self.has_ended = True
 
 
 def during(number: int, act: Callable[[], object], work: Callable[[hf.storage.Location], object], place: Any) -> bool:
@@ -343,19 +352,25 @@ def test_a_save_that_is_alive_commits_while_a_run_sweeps(
         pending = begin(unlocked, overwrite=old, copies=copies)
         assert pending.continues is bool(copies)
         records: list[CheckpointRecord] = [] if beginning else [write(pending, "new")]
-        ended: list[hf.errors.StorageConflictError | None] = []
-        begins = (beginning, lambda: records.append(write(pending, "new")))
-        ends = (number, lambda: ended.append(commit_or_abort(pending, records[0])))
-        with before_operation(begins, ends):
+        committed: list[bool] = []
+
+        def end() -> None:
+            try:
+                pending.commit(records[0])
+                committed.append(True)
+            except hf.errors.StorageConflictError as error:
+                pending.abort(error)
+                committed.append(False)
+
+        with before_operation((beginning, lambda: records.append(write(pending, "new"))), (number, end)):
             sweep(unlocked)
-        if ended:
-            is_committed = ended[0] is None
-            if is_committed or old:
-                assert content(unlocked) == ("new" if is_committed else "old")
+        if committed:
+            expected = ["new"] if committed[0] else ["old"] if old else []
+            assert [content(unlocked) for _ in expected] == expected
             sweep(unlocked)
-            assert len(names(unlocked)) == (2 if is_committed or old else 0)
+            assert len(names(unlocked)) == 2 * len(expected)
         unlocked.remove_tree()
-        return bool(ended)
+        return bool(committed)
 
     def attempts(number: int) -> bool:
         return True in [attempt(number, beginning) for beginning in range(number + 1 if copies else 1)]
@@ -366,29 +381,21 @@ def test_a_save_that_is_alive_commits_while_a_run_sweeps(
 @pytest.mark.parametrize("old", [True, False], ids=["replaced", "new"])
 def test_a_save_that_begins_when_a_sweep_has_taken_the_marker_commits(old: bool) -> None:
     place = hf.storage.as_location(f"memory://commit/{uuid.uuid4().hex}/ckpt")
-    begun: Saves = []
+    rivals: list[Rival] = []
 
     def attempt(number: int) -> bool:
         if old:
             commit(place, "old")
         write(begin(place, overwrite=old), "dead")
-        saves: Saves = []
-
-        def save() -> None:
-            if "checkpoint.partial" not in names(place):
-                pending = begin(place, overwrite=old)
-                saves.append((pending, write(pending, "new")))
-
-        has_acted = during(number, save, sweep, place)
-        for pending, record in saves:
-            pending.commit(record)
-            assert content(place) == "new"
-        begun.extend(saves)
+        rivals.append(rival := Rival(place, overwrite=old))
+        has_acted = during(number, lambda: "checkpoint.partial" in names(place) or rival.begin(), sweep, place)
+        rival.end()
+        assert not rival.has_ended or content(place) == "new"
         place.remove_tree()
         return has_acted
 
     moments(attempt)
-    assert len(begun) > 1
+    assert [rival.has_ended for rival in rivals].count(True) > 1
 
 
 def test_a_sweep_passes_over_a_checkpoint_that_is_deleted_meanwhile(place: hf.storage.Location) -> None:
@@ -402,10 +409,9 @@ def test_a_sweep_passes_over_a_checkpoint_that_is_deleted_meanwhile(place: hf.st
     assert moments(attempt) > 4
 
 
-def test_a_save_that_begins_when_a_run_has_looked_for_its_lock(tmp_path: Path) -> None:
-    run = hf.CheckpointManager(tmp_path)
-    run.save(1, {})
-    run.close()
+def test_a_save_that_begins_when_a_run_has_looked_for_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with hf.CheckpointManager(tmp_path) as run:
+        run.save(1, {})
     step = hf.storage.as_location(tmp_path / "1")
     (step / "checkpoint.deleted").write_bytes(b"{}")  # there is something to sweep
     pending = begin(step, overwrite=True)
@@ -419,10 +425,9 @@ def test_a_save_that_begins_when_a_run_has_looked_for_its_lock(tmp_path: Path) -
             records.append(write(pending, "new"))
         return found
 
-    with pytest.MonkeyPatch.context() as patch:
+    with monkeypatch.context() as patch, hf.CheckpointManager(tmp_path) as later:
         patch.setattr(SaveLock, "take_over", begin_afterwards)
-        with hf.CheckpointManager(tmp_path) as later:
-            later.acquire()
+        later.acquire()
     pending.commit(records[0])
     assert content(step) == "new"
 
@@ -449,34 +454,19 @@ def test_a_save_that_begins_beside_a_removal(
         for mark in left:
             (on_disk / "checkpoint.json").remove()
             (on_disk / mark).write_bytes(b"{}")
-        saves: Saves = []
-        refused: list[Exception] = []
-        committed: list[bool] = []
-
-        def save() -> None:
-            try:
-                pending = begin(on_disk)
-                saves.append((pending, write(pending, "new")))
-            except hf.errors.StorageConflictError as error:
-                refused.append(error)
-
-        def end() -> None:
-            committed.extend(commit_or_abort(*one) is None for one in saves)
-
-        with before_operation((first, save), (last, end)):
+        rival = Rival(on_disk)
+        with before_operation((first, rival.begin), (last, rival.end)):
             remove(on_disk)
-        has_ended = bool(committed)
-        if not has_ended:
-            end()
-        assert all(committed)
-        if committed:
+        has_ended_early = rival.has_ended
+        rival.end()
+        if rival.has_ended:
             assert content(on_disk) == "new"
             assert names(on_disk) == ["checkpoint.json", read_record(on_disk).items["item"].folder]
         else:
             assert names(on_disk) == []
-        refusals += len(refused)
+        refusals += rival.is_refused
         on_disk.remove_tree()
-        return bool(saves or refused), has_ended
+        return rival.begun is not None or rival.is_refused, has_ended_early
 
     for first in itertools.count(1 if left else 2):  # what is there before its first change is deleted
         tried = [attempt(first, first)]
@@ -494,19 +484,16 @@ def test_a_deletion_spares_a_save_that_has_swept_its_marker(
     commit(on_disk, "old")
     if late:
         delete_checkpoint(on_disk)
-    take_over = SaveLock.take_over
-    saves: Saves = []
+    take_over, rival = SaveLock.take_over, Rival(on_disk)
 
     def begin_before(lock: SaveLock) -> bool:
         monkeypatch.setattr(SaveLock, "take_over", take_over)
-        pending = begin(on_disk)
-        saves.append((pending, write(pending, "new")))
+        rival.begin()
         return lock.take_over()
 
     monkeypatch.setattr(SaveLock, "take_over", begin_before)
     delete_checkpoint(on_disk)
-    for pending, record in saves:
-        pending.commit(record)
+    rival.end()
     assert content(on_disk) == "new"
 
 
@@ -600,12 +587,14 @@ def test_a_save_that_is_alive_replaces_a_damaged_record_while_a_run_sweeps(unloc
 
 
 def test_a_newer_version_is_not_replaced(place: hf.storage.Location) -> None:
+    """It is told apart from damage."""
     commit(place, "one")
     record = CheckpointRecord.decode((place / "checkpoint.json").read_bytes(), source="")
     (place / "checkpoint.json").write_bytes(encode_document("checkpoint", record.to_document(), version=VERSION + 1))
     (place / "checkpoint.partial").write_bytes(b'{"folders": ["item"]}')
-    with pytest.raises(hf.errors.FormatVersionError):
-        begin(place, overwrite=True)
+    for use in (lambda: begin(place, overwrite=True), lambda: hf.load(place)):
+        with pytest.raises(hf.errors.FormatVersionError, match=rf"version {VERSION + 1}.*upgrade holdfast"):
+            use()
     assert not sweep(place)
     assert names(place) == ["checkpoint.json", "checkpoint.partial", "item"]
 
