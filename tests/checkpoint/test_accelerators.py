@@ -58,8 +58,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         yield found
 
 
-NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-GPU = pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])
+GPU = pytest.param(
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+)
 
 
 @pytest.fixture(params=["cpu", "fake", GPU])
@@ -82,7 +83,7 @@ def filled(tensor: Any, seed: int) -> None:
     """Fill a tensor in place with any bytes at all, NaNs included."""
     raw = np.random.default_rng(seed).integers(0, 256, tensor.numel() * tensor.element_size(), np.uint8)
     new = torch.from_numpy(raw % 2 if tensor.dtype is torch.bool else raw)
-    with torch.no_grad(), torch._C.DisableTorchFunction():
+    with torch.no_grad():
         tensor.copy_(new.view(tensor.dtype).reshape(tensor.shape).to(tensor.device))
 
 
@@ -93,93 +94,64 @@ DTYPES = [
 ]
 
 
-def tensors(device: str) -> Tree:
-    """Return tensors of every kind."""
-    tree: Tree = {}
+def tensors(device: str) -> tuple[Tree, Tree]:
+    """Return tensors of every kind; and others, which are empty, or views of these, or copied while a save blocks."""
+    tree: Tree = {str(number): torch.zeros(1 + number % 40, device=device) for number in range(200)}
     for dtype in DTYPES:
-        name = str(dtype).removeprefix("torch.")
-        tree[name] = torch.zeros(7, 3, dtype=dtype, device=device)
-        tree[f"scalar {name}"] = torch.zeros((), dtype=dtype, device=device)
-    base = torch.zeros(60, 50, device=device)
+        tree[f"array of {dtype}"] = torch.zeros(7, 3, dtype=dtype, device=device)
+        tree[f"scalar of {dtype}"] = torch.zeros((), dtype=dtype, device=device)
     tree |= {
-        "base": base,
-        "view": base[10:20],
-        "transposed": base.t(),
-        "strided": base[::3, 1::2],
-        "expanded": base[:1].expand(4, 50),
+        "base": torch.zeros(60, 50, device=device),
         "parameter": torch.nn.Parameter(torch.zeros(9, 9, device=device)),
         "wide": torch.zeros(1, 2, 40_000, device=device),
         "large": torch.zeros(300, 1000, dtype=torch.float64, device=device),
-    }
-    tree["tied"] = tree["parameter"]
-    tree["many"] = {str(number): torch.zeros(1 + number % 40, device=device) for number in range(200)}
-    return tree
-
-
-def rare_tensors(device: str) -> Tree:
-    """Return tensors that are copied while the save blocks, and one that is not."""
-    return {
-        "empty": torch.zeros(0, 5, device=device),
         "negative": torch._neg_view(torch.zeros(4, device=device)),
         "conjugate": torch.zeros(4, dtype=torch.complex64, device=device).conj(),
-        "plain": torch.zeros(4, device=device),
-        "many": {},
     }
-
-
-FIXED = ("empty", "expanded", "view", "transposed", "strided", "tied", "many")
+    base = tree["base"]
+    others = {"view": base[10:20], "transposed": base.t(), "strided": base[::3, 1::2], "tied": tree["parameter"]}
+    return tree, {**others, "expanded": base[:1].expand(4, 50), "empty": torch.zeros(0, 5, device=device)}
 
 
 def fill(tree: Tree, seed: int) -> None:
-    for number, (name, value) in enumerate(tree.items()):
-        if name not in FIXED:
+    with torch._C.DisableTorchFunction():
+        for number, value in enumerate(tree.values()):
             filled(value, seed * 1000 + number)
-    for number, value in enumerate(tree["many"].values()):
-        filled(value, seed * 1000 + 500 + number)
 
 
 def clones(tree: Tree) -> Tree:
     with torch._C.DisableTorchFunction():
-        return {name: value.detach().clone() for name, value in {**tree, **tree["many"]}.items() if name != "many"}
+        return {name: value.detach().clone() for name, value in tree.items()}
 
 
-def check(found: Tree, was: Tree) -> None:
-    for name, value in {**found, **found["many"]}.items():
-        if name != "many":
-            with torch._C.DisableTorchFunction():
-                np.testing.assert_array_equal(bits(value), bits(was[name]), err_msg=name)
-
-
-@pytest.mark.parametrize("kinds", [tensors, rare_tensors])
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-def test_every_kind_of_tensor(
-    machine: Any,
-    kinds: Callable[[str], Tree],
-    tmp_path: Path,
-    known: list[bool],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_every_kind_of_tensor(machine: Any, tmp_path: Path, known: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """Work that was started before a save is in it, and work that is started after it is not."""
     monkeypatch.setattr(device_arrays, "BLOCK_BYTES", 1 << 20)  # the largest tensor is larger
     monkeypatch.setattr(device_arrays, "FIRST_BYTES", 1 << 14)
-    saves, tree = Saves(tmp_path), kinds(machine.device)
+    saves, (tree, others) = Saves(tmp_path), tensors(machine.device)
     for step in range(3):
         machine.busy()
         machine.launch(lambda step=step: fill(tree, 2 * step))
         was: Tree = {}
-        machine.launch(lambda found=was: found.update(clones(tree)))
-        prepared = saves.prepare(tree)
+        machine.launch(lambda found=was: found.update(clones({**tree, **others})))
+        prepared = saves.prepare({**tree, **others})
         machine.launch(lambda step=step: fill(tree, 2 * step + 1))
         if step:  # the loop is ahead of the copies
             machine.settle()
         found = saves.write(prepared, torch_tensors=True)
         machine.settle()
-        check(found, was)
         del prepared
+        with torch._C.DisableTorchFunction():
+            for name, value in found.items():
+                np.testing.assert_array_equal(bits(value), bits(was[name]), err_msg=name)
     assert known == [True, True]
 
 
-def test_a_tensor_that_is_deleted_at_once(machine: Any, tmp_path: Path) -> None:
+def test_a_tensor_that_is_deleted_at_once_by_a_program_without_jax(
+    machine: Any, tmp_path: Path, known: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jax_leaves, "jax", None)
     saves = Saves(tmp_path)
     for step in range(3):
         machine.busy()
@@ -190,6 +162,7 @@ def test_a_tensor_that_is_deleted_at_once(machine: Any, tmp_path: Path) -> None:
         machine.settle()
         assert set(saves.write(prepared)["large"].reshape(-1).tolist()) == {float(step)}
         del again, prepared
+    assert known == [True, True]
 
 
 def test_a_share_of_a_tree(machine: Any, tmp_path: Path, known: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,39 +192,26 @@ def test_a_share_of_a_tree(machine: Any, tmp_path: Path, known: list[bool], monk
     assert known == [True] * 2 * count
 
 
-def test_a_program_without_jax(machine: Any, tmp_path: Path, known: list[bool]) -> None:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(jax_leaves, "jax", None)
-        saves, tree = Saves(tmp_path), {"x": torch.ones(300, device=machine.device)}
-        for _ in range(3):
-            saves.write(saves.prepare(tree))
-    assert known == [True, True]
-
-
-@pytest.fixture
-def group() -> Iterator[None]:
-    """This process alone as a group of torch.distributed."""
-    distributed = torch.distributed
+def test_dtensors(machine: Any, tmp_path: Path, known: list[bool]) -> None:
+    """Those of a program whose one process is a group of torch.distributed."""
+    tensor, distributed = pytest.importorskip("torch.distributed.tensor"), torch.distributed
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
-
-
-def test_dtensors(machine: Any, group: None, tmp_path: Path, known: list[bool]) -> None:
-    tensor = pytest.importorskip("torch.distributed.tensor")
-    mesh = torch.distributed.device_mesh.init_device_mesh(machine.device, (1,))
-    local = torch.zeros(40, 30, device=machine.device)
-    tree = {"sharded": tensor.DTensor.from_local(local, mesh, [tensor.Shard(0)], run_check=False)}
-    saves = Saves(tmp_path)
-    for step in range(3):
-        machine.busy()
-        machine.launch(lambda step=step: local.fill_(step))
-        prepared = saves.prepare(tree)
-        machine.launch(lambda: local.fill_(-1))
-        found = saves.write(prepared)
-        del prepared
-        assert set(found["sharded"].reshape(-1).tolist()) == {float(step)}
-    assert known == [True, True]
+    try:
+        mesh = distributed.device_mesh.init_device_mesh(machine.device, (1,))
+        local = torch.zeros(40, 30, device=machine.device)
+        tree = {"sharded": tensor.DTensor.from_local(local, mesh, [tensor.Shard(0)], run_check=False)}
+        saves = Saves(tmp_path)
+        for step in range(3):
+            machine.busy()
+            machine.launch(lambda step=step: local.fill_(step))
+            prepared = saves.prepare(tree)
+            machine.launch(lambda: local.fill_(-1))
+            found = saves.write(prepared)
+            del prepared
+            assert set(found["sharded"].reshape(-1).tolist()) == {float(step)}
+        assert known == [True, True]
+    finally:
+        distributed.destroy_process_group()
 
 
 # ---- the rules
