@@ -14,7 +14,7 @@ from tests.format.memory import at_most
 
 import holdfast as hf
 from holdfast.engine.arrays.assemble import Assembly, ChunkDecoder
-from holdfast.engine.arrays.extents import ChunkTable, plan_extents, plausible
+from holdfast.engine.arrays.extents import ChunkTable, plan_extents
 from holdfast.engine.format import ArrayMetadata, compress_chunks, crc32c
 from holdfast.engine.pytree import Box
 
@@ -135,17 +135,6 @@ def test_runs_that_are_read_in_one_piece(
     extents = list(plan_extents(table(*rows), 4 * KIB))
     assert [(extent.file, extent.offset, extent.length, extent.kept) for extent in extents] == expected
     assert [row for extent in extents for row in range(extent.first, extent.stop)] == list(range(len(rows)))
-
-
-def test_impossible_chunks_are_reported_and_left_out() -> None:
-    chunks = table((0, 0, 100, False), (0, 50, 10, False), (0, 100, 100, False), (1, 0, 300, False), (1, 250, 9, False))
-    problems: dict[int, str] = {}
-    kept = plausible(chunks, {"a": 150, "b": 400}, problems.__setitem__)
-    assert kept.arrays.tolist() == [0, 3]
-    assert sorted(problems) == [1, 2, 4]
-    assert "overlaps another" in problems[1]
-    assert "ends at byte 200 of 150" in problems[2]
-    assert plausible(chunks, {}, problems.__setitem__).arrays.tolist() == []
 
 
 def test_small_arrays_beside_large_ones_are_verified_without_a_copy_of_these(tmp_path: Path) -> None:

@@ -71,6 +71,8 @@ def check_refused(run: Path, leaves: list[str], caplog: pytest.LogCaptureFixture
     with pytest.raises(hf.DamagedCheckpointError, match="another chunk or from another save") as caught:
         hf.load(run / "2")
     assert [leaf for leaf in LEAVES if f"  {leaf}: " in str(caught.value)] == leaves
+    with pytest.raises(hf.DamagedCheckpointError, match=r"is damaged: the chunk at byte \d+ should have"):
+        hf.copy_checkpoint(run / "2", run / "copy")
     report = hf.verify(run / "2")
     assert sorted({problem.leaf for one in report.checkpoints for problem in one.problems}) == leaves
     for leaf in LEAVES:
