@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,10 +57,9 @@ class Disk:
 
     def sync(self) -> None:
         """Forgets what may be lost, and what was called."""
-        self.calls.clear()
         self.crashed = False
-        self._unsynced_files.clear()
-        self._unsynced_names.clear()
+        for kept in (self.calls, self._unsynced_files, self._unsynced_names):
+            kept.clear()
 
     def cut_power(self, generator: random.Random | None, *, whole: str | None = None) -> None:
         """Loses what was not synced: all of it, or in every directory what came after a random point.
@@ -67,24 +67,18 @@ class Disk:
         Nothing is lost of the names in the directory ``whole``.
         """
         self.recover()
-        keep: dict[str, int] = {}
-        for folder, _ in self._unsynced_names:
-            keep[folder] = keep.get(folder, 0) + 1
-        keep = {folder: generator.randint(0, count) if generator else 0 for folder, count in keep.items()}
+        counts = Counter(folder for folder, _ in self._unsynced_names)
+        keep = {folder: generator.randint(0, count) if generator else 0 for folder, count in counts.items()}
         if whole in keep:
             keep[whole] = len(self._unsynced_names)
-        seen: dict[str, int] = {}
-        undone = []
-        for folder, undo in self._unsynced_names:
-            seen[folder] = seen.get(folder, 0) + 1
-            if seen[folder] > keep[folder]:
-                undone.append(undo)
         for path in self._unsynced_files:
             with contextlib.suppress(FileNotFoundError):
                 os.truncate(path, generator.randint(0, os.path.getsize(path)) if generator else 0)
-        for undo in reversed(undone):
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                undo()
+        for folder, undo in reversed(self._unsynced_names):
+            if counts[folder] > keep[folder]:
+                with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                    undo()
+            counts[folder] -= 1
         self._unsynced_files.clear()
         self._unsynced_names.clear()
 
@@ -106,16 +100,20 @@ class Disk:
     def _named(self, path: str, undo: Callable[[], None]) -> None:
         self._unsynced_names.append((os.path.dirname(path), undo))
 
-    def _bury(self, path: str) -> str:
-        """Keeps a second name of a file."""
-        grave = str(self.graveyard / str(len(os.listdir(self.graveyard))))
-        self._real["link"](path, grave, follow_symlinks=False)
-        return grave
+    def _grave(self) -> str:
+        return str(self.graveyard / str(len(os.listdir(self.graveyard))))
 
-    def _restore(self, grave: str, path: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            self._real["unlink"](path)
-        self._real["link"](grave, path)
+    def _bury(self, path: str) -> Callable[[], None]:
+        """Keeps a second name of a file; returns what brings it back."""
+        grave = self._grave()
+        self._real["link"](path, grave, follow_symlinks=False)
+
+        def restore() -> None:
+            with contextlib.suppress(FileNotFoundError):
+                self._real["unlink"](path)
+            self._real["link"](grave, path)
+
+        return restore
 
     def _open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         ours = self._path(path, dir_fd)
@@ -148,25 +146,22 @@ class Disk:
         ours = self._path(path, dir_fd)
         if ours is not None and not os.path.lexists(ours):
             self._note("mkdir", ours)
-            self._named(ours, lambda: self._real["rename"](ours, self.graveyard / str(len(os.listdir(self.graveyard)))))
+            self._named(ours, lambda: self._real["rename"](ours, self._grave()))
         self._real["mkdir"](path, mode, dir_fd=dir_fd)
 
     def _replace(self, source: Any, target: Any) -> None:
         ours = self._path(source)
-        if ours is None:
-            self._real["replace"](source, target)
-            return
-        self._note("rename", target)
-        grave = self._bury(target) if os.path.isfile(target) else None
+        if ours is not None:
+            self._note("rename", target)
+            restore = self._bury(target) if os.path.isfile(target) else lambda: None
 
-        def undo() -> None:
-            self._real["rename"](target, source)
-            if grave is not None:
-                self._restore(grave, target)
+            def undo() -> None:
+                self._real["rename"](target, source)
+                restore()
 
-        self._named(ours, undo)
-        if ours in self._unsynced_files:
-            self._unsynced_files.add(target)
+            self._named(ours, undo)
+            if ours in self._unsynced_files:
+                self._unsynced_files.add(target)
         self._real["replace"](source, target)
 
     _rename = _replace
@@ -183,8 +178,7 @@ class Disk:
         ours = self._path(path, dir_fd)
         if ours is not None and os.path.lexists(ours):
             self._note("unlink", ours)
-            grave = self._bury(ours)
-            self._named(ours, lambda: self._restore(grave, ours))
+            self._named(ours, self._bury(ours))
         self._real["unlink"](path, dir_fd=dir_fd)
 
     def _rmdir(self, path: Any, *, dir_fd: int | None = None) -> None:

@@ -93,9 +93,11 @@ RECORDS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", RECORDS)
 def test_records(name: str, tmp_path: Path, stored: Any, look: Look, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing outside of the checkpoint is read either."""
-    place = str(tmp_path / "ckpt")
-    hf.save(place, TREE)
+    """Nothing outside of the checkpoint is read, and a run goes back to the step before."""
+    place = str(tmp_path / "2")
+    with hf.CheckpointManager(tmp_path) as manager:
+        for step in (1, 2):
+            manager.save(step, TREE)
     stored(place).edit(RECORDS[name])
     opened: list[str] = []
     real = os.open
@@ -104,23 +106,15 @@ def test_records(name: str, tmp_path: Path, stored: Any, look: Look, monkeypatch
         opened.append(os.path.realpath(path))
         return real(path, *arguments, **more)
 
-    monkeypatch.setattr(os, "open", watched)
-    assert look(place)
-    assert name.startswith("kind_") or not hf.verify(place).ok
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", watched)
+        assert look(place)
+        assert name.startswith("kind_") or not hf.verify(place).ok
     assert opened
     assert all(path.startswith(place) for path in opened)
-
-
-@pytest.mark.parametrize("name", RECORDS)
-def test_records_among_others(name: str, place: str, stored: Any) -> None:
-    with hf.CheckpointManager(place) as manager:
-        for step in (1, 2):
-            manager.save(step, TREE)
-    stored(f"{place}/2").edit(RECORDS[name])
-    [first, second] = hf.list_checkpoints(place)
-    assert (first.step, first.damage) == (1, None)
-    assert second.step == 2
-    reader = hf.CheckpointManager(place, options=hf.CheckpointManagerOptions(read_only=True))
+    [first, second] = hf.list_checkpoints(tmp_path)
+    assert (first.step, first.damage, second.step) == (1, None, 2)
+    reader = hf.CheckpointManager(tmp_path, options=hf.CheckpointManagerOptions(read_only=True))
     if name.startswith("kind_"):  # no damage that could be passed over
         assert second.damage is None
         with pytest.raises(hf.errors.OptionError, match="was written by a handler of kind"):
@@ -138,12 +132,11 @@ def test_records_among_others(name: str, place: str, stored: Any) -> None:
 )
 def test_documents_that_are_none(content: bytes, place: str, stored: Any, look: Look) -> None:
     hf.save(place, TREE)
-    files = stored(place)
-    whole = files.read()
-    files.write(RECORD, content)
+    whole = stored(place).read()[RECORD]
+    stored(place).write(RECORD, content)
     assert look(place)
-    files.write(RECORD, whole[RECORD])
-    files.reseal("tree.json", content)
+    stored(place).write(RECORD, whole)
+    stored(place).reseal("tree.json", content)
     assert look(place)
 
 
@@ -303,38 +296,38 @@ CONTENT = np.random.default_rng(0).integers(0, 255, 8188, np.uint8).tobytes()
 DATA = CONTENT + crc32c(CONTENT).to_bytes(4, "little")  # one chunk that verifies
 
 
-def forge(
-    place: str,
-    stored: Any,
-    metadata: dict[str, bytes],
-    chunks: dict[bytes, tuple[str, int, int]],
-    data: bytes = DATA,
-) -> None:
+Chunks = dict[bytes, tuple[str, int, int]]  # by key: the file, the offset and the length
+
+
+def forge(place: str, stored: Any, metadata: dict[str, bytes], chunks: Chunks, data: bytes = DATA) -> None:
     """Replace the index of a checkpoint, and its only data file."""
-    rows: list[tuple[bytes, bytes | None, tuple[str, int, int]]] = [(key, None, chunk) for key, chunk in chunks.items()]
-    rows += [(metadata_keys([name])[0], text, ("d/0", 0, 0)) for name, text in metadata.items()]
-    rows.sort()
-    paths = sorted({row[2][0] for row in rows})
+    rows = sorted(
+        [
+            *((key, None, chunk) for key, chunk in chunks.items()),
+            *((metadata_keys([name])[0], text, ("d/0", 0, 0)) for name, text in metadata.items()),
+        ]
+    )
+    keys, inline, places = zip(*rows, strict=True)
+    names, offsets, lengths = zip(*places, strict=True)
+    paths = sorted(set(names))
     manifest, index = encode_entries(
         Entries(
-            keys=[row[0] for row in rows],
-            inline=[row[1] for row in rows],
+            keys=list(keys),
+            inline=list(inline),
             files=paths,
-            file_ids=np.array([paths.index(row[2][0]) for row in rows], np.int64),
-            offsets=np.array([row[2][1] for row in rows], np.int64),
-            lengths=np.array([row[2][2] for row in rows], np.int64),
+            file_ids=np.array([paths.index(name) for name in names], np.int64),
+            offsets=np.array(offsets, np.int64),
+            lengths=np.array(lengths, np.int64),
             checksums=np.full(len(rows), -1),
         ),
         node_file="d/index",
         database_id=bytes(16),
         created_ns=0,
     )
-    names = [key[: -len(b"/zarr.json")].decode() for key, text, _ in rows if text is not None]
-    files = stored(place)
-    files.reseal("d/index", index)
-    files.reseal("manifest.ocdbt", manifest)
-    files.reseal("d/0", data)
-    files.reseal("tree.json", tree_document(node("dict", names, *[None] * len(names)), [W] * len(names)))
+    arrays = [key[: -len(b"/zarr.json")].decode() for key, text, _ in rows if text is not None]
+    tree = tree_document(node("dict", arrays, *[None] * len(arrays)), [W] * len(arrays))
+    for path, content in {"d/index": index, "manifest.ocdbt": manifest, "d/0": data, "tree.json": tree}.items():
+        stored(place).reseal(path, content)
 
 
 def array(*shape: int, chunks: tuple[int, ...] | None = None, dtype: str = "uint8") -> bytes:
@@ -342,9 +335,8 @@ def array(*shape: int, chunks: tuple[int, ...] | None = None, dtype: str = "uint
 
 
 HUGE = 1 << 40
-HUGE = 1 << 40
 W_100, W_HUGE, AT_0 = {"w": array(100)}, {"w": array(HUGE)}, {b"w/c/0": ("d/0", 0, 104)}
-INDEXES: dict[str, tuple[dict[str, bytes], dict[bytes, tuple[str, int, int]]]] = {
+INDEXES: dict[str, tuple[dict[str, bytes], Chunks]] = {
     "beyond_the_file": (W_100, {b"w/c/0": ("d/0", 8100, 104)}),
     "far_beyond_the_file": (W_100, {b"w/c/0": ("d/0", 1 << 62, 104)}),
     "huge_chunk": (W_HUGE, {b"w/c/0": ("d/0", 0, HUGE + 4)}),
