@@ -337,7 +337,7 @@ def test_a_process_that_lacks_its_part(place: str) -> None:
 @pytest.mark.parametrize("count", [1, 3])
 def test_compression_and_chunks_of_single_leaves(count: int, place: str) -> None:
     levels = {"params.kernel": None, "opt.0.mu": 3, "words": 19, "params.scale": 3}
-    options = {
+    options: dict[str, Any] = {
         "compression": {"params.kernel": None, "words": 19, "note": 5},
         "chunk_bytes": {"params.kernel": 1 << 20},
     }

@@ -43,7 +43,7 @@ def opened(place: Path) -> Any:
         return [tree["w"][3:20, ::2], np.asarray(tree["w"]), tree["n"]["a"], tree["w"].shape]
 
 
-def exported(name: str, **options: Any) -> Callable[[Path], Any]:
+def exported(name: Any, **options: Any) -> Callable[[Path], Any]:
     def export(place: Path) -> Any:
         target = place.parent / f"{place.name}.{name}"
         hf.export_checkpoint(place, target, name, **options)

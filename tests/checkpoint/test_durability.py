@@ -13,6 +13,7 @@ import os
 import random
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,10 @@ SURVIVORS: dict[str, tuple[hf.handlers.CheckpointHandler, Any, dict[str, Any]]] 
 }
 
 
+def step_1(run: Path, items: Any) -> Any:
+    return hf.CheckpointManager(run, items).restore(1)
+
+
 @pytest.mark.parametrize(("handler", "item", "given"), SURVIVORS.values(), ids=SURVIVORS)
 @pytest.mark.parametrize("how", ["by its handler", "saved", "copied", "in a manager"])
 def test_an_item_survives_a_power_cut(
@@ -121,23 +126,26 @@ def test_an_item_survives_a_power_cut(
     place = disk.root / "a" / "b" / "checkpoint"
     checkpointer = hf.Checkpointer(handler)
     items = {"one": checkpointer, "facts": hf.Checkpointer(hf.JsonCheckpointHandler())}
-    folder, restore, expected = hf.storage.as_location(place), lambda: checkpointer.restore(place), item
+    restore: Callable[[], Any] = partial(checkpointer.restore, place)
+    expected = item
     if how == "by its handler":
+        folder = hf.storage.as_location(place)
         folder.make_directory()
         files = handler.save(folder, item, **given)
         if isinstance(handler, Files):
             assert files is None
             return
-        restore, expected = lambda: handler.restore(folder, files=files), item
+        restore = partial(handler.restore, folder, files=files)
     elif how == "in a manager":
         with hf.CheckpointManager(place, items) as manager:
             manager.save(1, {"one": item, "facts": FACTS}, save_kwargs={"one": given})
-        restore, expected = lambda: hf.CheckpointManager(place, items).restore(1), {"one": item, "facts": FACTS}
+        expected = {"one": item, "facts": FACTS}
+        restore = partial(step_1, place, items)
     else:
         checkpointer.save(place, item, **given)
         if how == "copied":
             hf.copy_checkpoint(place, disk.root / "copied")
-            place = disk.root / "copied"
+            restore = partial(checkpointer.restore, disk.root / "copied")
     disk.cut_power(None)
     assert repr(restore()) == repr(expected)
 

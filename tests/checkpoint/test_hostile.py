@@ -173,8 +173,8 @@ def test_nothing_outside_is_deleted_or_written(tmp_path: Path, stored: Any) -> N
     folders = ["..", "../secret", "../../outside", str(outside), "a/../../secret", 5, ""]
     marker = json.dumps({"format": "holdfast", "folders": folders})
     (place / "7").mkdir()
-    for step, content in {"1": marker, "2": "[" * 100_000, "7": marker}.items():
-        (place / step / "checkpoint.partial").write_text(content)
+    for folder, content in {"1": marker, "2": "[" * 100_000, "7": marker}.items():
+        (place / folder / "checkpoint.partial").write_text(content)
     for link in ("2/state/link", "7/link"):
         (place / link).symlink_to(outside)
     stored(str(place / "3")).edit(state(folder="../../outside"))
