@@ -1,27 +1,20 @@
-"""From arrays in memory to the bytes of segments, compressed or not, and failures to read or write them."""
+"""From arrays in memory to the bytes of segments, and compressed saves at the end of a program."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-import threading
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 import holdfast as hf
-from holdfast.engine.arrays import encode
 from holdfast.engine.arrays.digests import CHECKSUM_BYTES
-from holdfast.engine.arrays.encode import ChunkToCompress, Source, Sources, segment_parts, write_compressed
+from holdfast.engine.arrays.encode import Source, Sources, segment_parts
 from holdfast.engine.arrays.grid import ArraySpec
-from holdfast.engine.arrays.plan import Layout, chunk_shape, plan_files
-from holdfast.engine.format import crc32c, decompress
+from holdfast.engine.arrays.plan import chunk_shape, plan_files
 from holdfast.engine.pytree import Piece
-from holdfast.engine.storage import PAGE, Segment
 
 
 def parts_of(shape: tuple[int, ...], count: int = 1, limit: int = 4096) -> list[Any]:
@@ -45,77 +38,6 @@ def test_the_parts_of_a_segment() -> None:
     assert len(parts_of((256,), 5000)) < 10
     content = b"".join(content for _, content in parts_of((4097,)))
     assert content[:-CHECKSUM_BYTES].endswith(bytes([*range(250, 256), 0, 0])), "the second of two chunks is padded"
-
-
-LAYOUT = Layout(chunk_bytes=8192, segment_bytes=4096, data_file_bytes=40_000)
-
-
-def source(size: int, chunk: int) -> Source:
-    values = np.arange(size, dtype=np.int32) % 700
-    return Source(ArraySpec((size,), (chunk,), 4), np.dtype("<i4"), [Piece((0,), values)])
-
-
-ALL = [source(20_000, 2000), source(3, 3), source(9999, 1000), source(5000, 5000)]
-SOURCES = Sources(*zip(*ALL, strict=True))
-CHUNKS = [
-    ChunkToCompress(array, number, level)
-    for level, (array, one) in enumerate(enumerate(ALL), 1)
-    for number in range(one.spec.chunks)
-]
-
-
-class Files:
-    """Keeps what is written, and stops at a file if asked to."""
-
-    def __init__(self, fail_at: int | None = None) -> None:
-        self.contents: dict[int, bytes] = {}
-        self._fail_at = fail_at
-
-    def write(self, number: int, size: int, segments: Sequence[Segment]) -> None:
-        if number == self._fail_at:
-            raise hf.errors.StorageError("full")
-        content = bytearray(size)
-        for segment in segments:
-            assert segment.offset % PAGE == 0
-            data = b"".join(part.tobytes() for part in segment.parts())
-            assert len(data) == segment.size
-            content[segment.offset : segment.offset + segment.size] = data
-        self.contents[number] = bytes(content)
-
-
-@pytest.mark.parametrize("group", [1, 3, 4096])
-def test_every_chunk_lies_where_the_result_says(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encode, "_GROUP_CHUNKS", group)
-    files = Files()
-    placed, sizes = write_compressed(CHUNKS, SOURCES, LAYOUT, 7, files.write, {})
-    assert placed[:, :2].tolist() == [[chunk.array, chunk.number] for chunk in CHUNKS]
-    assert len(sizes) > 2
-    assert {7 + number: size for number, size in enumerate(sizes)} == {n: len(c) for n, c in files.contents.items()}
-    ends: dict[int, int] = {}
-    for array, number, file, offset, length, checksum in placed.tolist():
-        assert offset >= ends.get(file, 0)
-        ends[file] = offset + length
-        stored = files.contents[file][offset : ends[file]]
-        assert int.from_bytes(stored[-4:], "little") == crc32c(stored[:-4]) == checksum
-        spec, values = SOURCES[array].spec, SOURCES[array].pieces[0].array
-        content = decompress(stored[:-4], spec.chunk_nbytes)
-        start = number * spec.chunk_shape[0]
-        expected = np.zeros(spec.chunk_shape, np.int32)
-        expected[: len(values[start : start + spec.chunk_shape[0]])] = values[start : start + spec.chunk_shape[0]]
-        np.testing.assert_array_equal(np.frombuffer(content, "<i4"), expected)
-
-
-def test_files_that_cannot_be_written_and_chunks_that_cannot_be_read() -> None:
-    layout = Layout(chunk_bytes=8192, segment_bytes=4096, data_file_bytes=10_000)
-    _, sizes = write_compressed(CHUNKS[:10], SOURCES, layout, 0, Files().write, {})
-    assert len(sizes) == 10, "files keep to their size before compression: each chunk has 8 kB"
-    before = set(threading.enumerate())
-    with pytest.raises(hf.errors.StorageError, match="full"):
-        write_compressed(CHUNKS, SOURCES, LAYOUT, 0, Files(fail_at=1).write, {})
-    broken = replace(SOURCES, pieces=[*SOURCES.pieces[:2], [], SOURCES.pieces[3]])
-    with pytest.raises(hf.errors.StateError, match=r"this process must write (1000|999) elements"):
-        write_compressed(CHUNKS, broken, LAYOUT, 0, Files().write, {})
-    assert not [one for one in threading.enumerate() if one.name.startswith("holdfast") and one not in before]
 
 
 PROGRAM = """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tensorstore as ts
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 from tests.dtypes import ZARR_BUILT_IN, ZARR_EXTENDED
 from tests.equality import assert_same
 
@@ -97,28 +93,6 @@ def test_every_standard_dtype_both_ways(name: str, place: str) -> None:
     for key, array in theirs.items():
         write(f"{place}/theirs", key, array, *stored_as.get(key, ()))
     assert_same(hf.load(f"{place}/theirs"), theirs)
-
-
-@settings(deadline=None, max_examples=60)
-@given(
-    st.dictionaries(
-        st.text(st.characters(exclude_categories=["Cs"]), max_size=5),
-        hnp.arrays(
-            hnp.boolean_dtypes() | hnp.integer_dtypes() | hnp.floating_dtypes(sizes=(16, 32, 64)),
-            hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=30),
-            elements={"allow_nan": False},
-            fill=st.nothing() | st.just(1),
-        ),
-        max_size=4,
-    )
-)
-def test_any_arrays(arrays: dict[str, Any]) -> None:
-    with tempfile.TemporaryDirectory() as place:
-        hf.save(f"{place}/ckpt", arrays, layout=SMALL)
-        for expected, leaf in zip(arrays.values(), hf.describe(f"{place}/ckpt"), strict=True):
-            found = np.asarray(read(f"{place}/ckpt/state", leaf.path.replace(".", "%2E")))
-            assert found.dtype == expected.dtype.newbyteorder("=")
-            np.testing.assert_array_equal(found, expected)
 
 
 def test_tensorstore_finds_a_flipped_bit(place: str, stored: Callable[[str], Any]) -> None:

@@ -135,17 +135,6 @@ def test_graphs(tmp_path: Path) -> None:
     assert hf.verify(path).ok
 
 
-def test_the_tree_of_a_process_is_one_file(tmp_path: Path) -> None:
-    """A small one; a larger one has a folder, also beside small ones."""
-    own = hf.Checkpointer(hf.handlers.PerProcessCheckpointHandler())
-    for name, size, files, version in (("small", 5, ["0.zip"], 2), ("large", 100_000, ["0"], 1)):
-        own.save(tmp_path / name, {"seed": np.arange(size)})
-        assert os.listdir(tmp_path / name / "state") == files
-        assert own.restore(tmp_path / name)["seed"].tolist() == list(range(size))
-        assert hf.load(tmp_path / name, item="state/0")["seed"].tolist() == list(range(size))
-        assert json.loads((tmp_path / name / "checkpoint.json").read_text())["version"] == version
-
-
 def test_copies_are_zip_files_too(tmp_path: Path, place: str) -> None:
     original, back = saved(tmp_path / "one", archive=True), tmp_path / "back"
     hf.copy_checkpoint(original, place)
@@ -294,6 +283,7 @@ def expected(counts: Sequence[int]) -> list[list[float]]:
         pytest.param([5], ["0.zip"], 2, id="one process"),
         pytest.param([5, 90_000, 7, 8], ["0.zip", "1", "2-3.zip"], 3, id="one large"),
         pytest.param([5, 6, 3_000, 8], ["0-1.zip", "2.zip", "3.zip"], 3, id="one too large to be sent to process 0"),
+        pytest.param([90_000], ["0"], 1, id="one process, large"),
         pytest.param([90_000, 90_000], ["0", "1"], 1, id="all large"),
         pytest.param([1500] * 12, ["0-11.zip"], 3, id="numbers of two digits"),
     ],
