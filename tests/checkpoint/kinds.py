@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from abc import ABC, abstractmethod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -138,3 +140,20 @@ class Components(Kind):
 
 
 KINDS: dict[str, Kind] = {kind.name: kind for kind in (Tree(), Components(), Step())}
+
+
+class TextFiles(hf.handlers.CheckpointHandler):
+    """A handler of a user: ordinary files in ordinary folders, which it neither checks nor syncs."""
+
+    def save(self, directory: hf.storage.Location, item: Any, *, suffix: str = ".txt", **kwargs: Any) -> None:
+        for name, text in item.items():
+            path = os.path.join(directory, name + suffix)
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
+            os.write(descriptor, text.encode())
+            os.close(descriptor)
+
+    def restore(self, directory: hf.storage.Location, item: Any = None, *, suffix: str = ".txt", **kwargs: Any) -> Any:
+        root = Path(directory)
+        found = {str(path.relative_to(root))[: -len(suffix)]: path for path in root.rglob(f"*{suffix}")}
+        return {name: path.read_text() for name, path in sorted(found.items()) if item is None or name in item}

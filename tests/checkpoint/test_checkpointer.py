@@ -14,24 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.checkpoint.kinds import TextFiles
 from tests.manager.runs import HeldHandler
 
 import holdfast as hf
-
-
-class TextFiles(hf.handlers.CheckpointHandler):
-    """Ordinary files, written and read with what Python brings."""
-
-    def save(self, directory: hf.storage.Location, item: Any, *, suffix: str = ".txt", **kwargs: Any) -> None:
-        for name, text in item.items():
-            path = Path(os.fspath(directory), name + suffix)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
-
-    def restore(self, directory: hf.storage.Location, item: Any = None, *, suffix: str = ".txt", **kwargs: Any) -> Any:
-        root = Path(os.fspath(directory))
-        found = {str(path.relative_to(root))[: -len(suffix)]: path for path in root.rglob(f"*{suffix}")}
-        return {name: path.read_text() for name, path in sorted(found.items()) if item is None or name in item}
 
 
 class Later:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.checkpoint.kinds import TextFiles
 from tests.equality import assert_same
+from tests.manager.runs import reading, saved
 
 import holdfast as hf
 from holdfast.engine.arrays import ArrayDatabase, TreeReader
@@ -129,15 +132,13 @@ def test_a_folder_or_a_pipe_in_the_place_of_a_file(tmp_path: Any, stored: Any) -
 @pytest.fixture
 def run(place: str) -> str:
     """A directory with the steps 1 and 2."""
-    with hf.CheckpointManager(place) as manager:
-        for step in (1, 2):
-            manager.save(step, {**TREE, "step": step})
+    saved(place, 1, 2, items=lambda step: {**TREE, "step": step})
     return place
 
 
 def restore(run: str) -> int:
     """Resume, check the values, and return the step."""
-    manager = hf.CheckpointManager(run, options=hf.CheckpointManagerOptions(read_only=True))
+    manager = reading(run)
     restored = manager.restore_latest()
     assert restored is not None
     assert_same(restored.items, {**TREE, "step": restored.step})
@@ -190,43 +191,33 @@ def test_json_items(place: str, stored: Any) -> None:
         hf.load(place, select="lr")
 
 
-class Pair(hf.handlers.CheckpointHandler):
-    """A handler of the user's own that checks nothing."""
-
-    def save(self, directory: hf.storage.Location, item: Any, **kwargs: Any) -> None:
-        for name in ("one", "two"):
-            (directory / name).write_bytes(item.encode())
-
-    def restore(self, directory: hf.storage.Location, item: Any = None, **kwargs: Any) -> str:
-        return "".join((directory / name).read_bytes().decode() for name in ("one", "two"))
-
-
-def test_items_of_handlers_that_check_nothing(place: str, stored: Any) -> None:
-    with hf.CheckpointManager(place, hf.Checkpointer(Pair())) as manager:
+def test_items_of_handlers_that_check_nothing(tmp_path: Path, stored: Any) -> None:
+    items = [{"one": f"step {step} ", "two": "text"} for step in range(3)]
+    with hf.CheckpointManager(tmp_path, hf.Checkpointer(TextFiles())) as manager:
         for step in (1, 2):
-            manager.save(step, f"step {step} ")
-        assert manager.restore(2) == "step 2 step 2 "
-        files = stored(f"{place}/2")
+            manager.save(step, items[step])
+        assert manager.restore(2) == items[2]
+        files = stored(f"{tmp_path}/2")
         contents = files.read()
-        for path in ("state/one", "state/two"):
+        for path in ("state/one.txt", "state/two.txt"):
             for content in (flipped(contents[path], 3), b"", contents[path] + b"x"):
                 files.write(path, content)
-                for reader in (manager, hf.CheckpointManager(place, hf.Checkpointer(Pair()))):
+                for reader in (manager, hf.CheckpointManager(tmp_path, hf.Checkpointer(TextFiles()))):
                     with pytest.raises(hf.DamagedCheckpointError, match=path):
                         reader.restore(2)
-                assert path in [problem.file for problem in hf.verify(f"{place}/2").checkpoints[0].problems]
+                assert path in [problem.file for problem in hf.verify(tmp_path / "2").checkpoints[0].problems]
             files.remove(path)
             with pytest.raises(hf.DamagedCheckpointError, match=f"{path} is missing"):
                 manager.restore(2)
             files.write(path, contents[path])
-        files.remove("state/two")
+        files.remove("state/two.txt")
         restored = manager.restore_latest()
     assert restored is not None
-    assert (restored.step, restored.items) == (1, "step 1 step 1 ")
+    assert (restored.step, restored.items) == (1, items[1])
 
 
 def test_another_handler_than_the_one_that_wrote_it_is_no_damage(run: str) -> None:
-    for handler, kind in ((Pair(), "Pair is of kind 'files'"), (hf.JsonCheckpointHandler(), "JsonC.* of kind 'json'")):
+    for handler, kind in ((TextFiles(), "TextFiles .* 'files'"), (hf.JsonCheckpointHandler(), "JsonC.* 'json'")):
         with hf.CheckpointManager(run, hf.Checkpointer(handler)) as manager:
             with pytest.raises(hf.errors.OptionError, match=f"written by a handler of kind 'pytree'; {kind}"):
                 manager.restore_latest()

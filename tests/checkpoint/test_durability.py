@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import os
 import random
 import re
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.checkpoint.disk import Crash, Disk
+from tests.checkpoint.kinds import TextFiles
 from tests.equality import assert_same
 
 import holdfast as hf
@@ -87,29 +87,13 @@ def test_deleting_makes_the_loss_of_the_record_durable_first(disk: Disk) -> None
         assert disk.calls[-2:] == [("unlink", "1/checkpoint.deleted"), ("rmdir", "1")]
 
 
-class Files(hf.handlers.CheckpointHandler):
-    """A handler of a user: ordinary files in ordinary folders, which the handler does not sync."""
-
-    def save(self, directory: hf.storage.Location, item: Any, **kwargs: Any) -> None:
-        inner = os.path.join(os.fspath(directory), "inner", "most")
-        os.makedirs(inner)
-        for name, text in item.items():
-            descriptor = os.open(os.path.join(inner, name), os.O_WRONLY | os.O_CREAT, 0o666)
-            os.write(descriptor, text.encode())
-            os.close(descriptor)
-
-    def restore(self, directory: hf.storage.Location, item: Any = None, **kwargs: Any) -> Any:
-        inner = Path(os.fspath(directory), "inner", "most")
-        return {path.name: path.read_text() for path in sorted(inner.iterdir())}
-
-
-NUMBERS, TEXTS, FACTS = {"w": np.arange(3000.0)}, {"one": "first", "two": "second"}, {"a": 1}
+NUMBERS, TEXTS, FACTS = {"w": np.arange(3000.0)}, {"inner/most/one": "first", "inner/most/two": "second"}, {"a": 1}
 SURVIVORS: dict[str, tuple[hf.handlers.CheckpointHandler, Any, dict[str, Any]]] = {
     "a tree": (hf.PyTreeCheckpointHandler(), NUMBERS, {}),
     "aggregated leaves": (hf.PyTreeCheckpointHandler(), NUMBERS, {"save_args": hf.SaveArgs(aggregate=True)}),
     "json": (hf.JsonCheckpointHandler(), FACTS, {}),
     "shares": (hf.handlers.PerProcessCheckpointHandler(hf.PyTreeCheckpointHandler()), NUMBERS, {}),
-    "files of a user": (Files(), TEXTS, {}),  # its item has folders alone directly inside
+    "files of a user": (TextFiles(), TEXTS, {}),  # its item has folders alone directly inside
 }
 
 
@@ -132,7 +116,7 @@ def test_an_item_survives_a_power_cut(
         folder = hf.storage.as_location(place)
         folder.make_directory()
         files = handler.save(folder, item, **given)
-        if isinstance(handler, Files):
+        if isinstance(handler, TextFiles):
             assert files is None
             return
         restore = partial(handler.restore, folder, files=files)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.format.ocdbt_entries import encode_entries
+from tests.manager.runs import reading, saved
 
 import holdfast as hf
 from holdfast.engine.format import (
@@ -95,9 +96,7 @@ RECORDS: dict[str, Callable[[Any], Any]] = {
 def test_records(name: str, tmp_path: Path, stored: Any, look: Look, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing outside of the checkpoint is read, and a run goes back to the step before."""
     place = str(tmp_path / "2")
-    with hf.CheckpointManager(tmp_path) as manager:
-        for step in (1, 2):
-            manager.save(step, TREE)
+    saved(tmp_path, 1, 2, items=lambda _: TREE)
     stored(place).edit(RECORDS[name])
     opened: list[str] = []
     real = os.open
@@ -114,7 +113,7 @@ def test_records(name: str, tmp_path: Path, stored: Any, look: Look, monkeypatch
     assert all(path.startswith(place) for path in opened)
     [first, second] = hf.list_checkpoints(tmp_path)
     assert (first.step, first.damage, second.step) == (1, None, 2)
-    reader = hf.CheckpointManager(tmp_path, options=hf.CheckpointManagerOptions(read_only=True))
+    reader = reading(tmp_path)
     if name.startswith("kind_"):  # no damage that could be passed over
         assert second.damage is None
         with pytest.raises(hf.errors.OptionError, match="was written by a handler of kind"):
@@ -163,9 +162,7 @@ def test_files_that_are_gigantic(path: str, tmp_path: Path, stored: Any) -> None
 
 def test_nothing_outside_is_deleted_or_written(tmp_path: Path, stored: Any) -> None:
     place, outside = tmp_path / "run", tmp_path / "outside"
-    with hf.CheckpointManager(place) as manager:
-        for step in (1, 2, 3):
-            manager.save(step, TREE)
+    saved(place, 1, 2, 3, items=lambda _: TREE)
     outside.mkdir()
     precious = [tmp_path / "secret", outside / "precious"]
     for file in precious:

@@ -17,6 +17,7 @@ import pytest
 from tests.clocks import FakeClock
 from tests.equality import assert_same
 from tests.events import heard
+from tests.manager.runs import saved
 from tests.processes.threads import together, unwrap
 
 import holdfast as hf
@@ -439,9 +440,7 @@ def test_metrics_pins_and_deletions_reach_all(tmp_path: Path) -> None:
 
 def test_what_one_process_finds_at_a_restore_concerns_all(tmp_path: Path) -> None:
     """All fall back where one finds damage, and all fail where one has a template that does not fit."""
-    with hf.CheckpointManager(tmp_path) as alone:
-        for step in range(3):
-            alone.save(step, tree(step))
+    saved(tmp_path, 0, 1, 2, items=tree)
 
     class SeesDamage(hf.PyTreeCheckpointHandler):
         def restore(self, directory: hf.storage.Location, item: Any = None, **kwargs: Any) -> Any:
