@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -190,10 +191,6 @@ def restored(place: Path, **given: Any) -> Any:
     return hf.PyTreeCheckpointer().restore(place, **given)
 
 
-def saved_as_json(place: Path, **given: Any) -> Any:
-    return hf.Checkpointer(hf.JsonCheckpointHandler()).save(place, {}, **given)
-
-
 def saved_in_a_manager(place: Path, **given: Any) -> None:
     items = {"net": hf.PyTreeCheckpointer(), "meta": hf.Checkpointer(hf.JsonCheckpointHandler())}
     with hf.CheckpointManager(place, items) as manager:
@@ -213,39 +210,41 @@ PEERS: dict[str, str] = {
     "use_zarr3": "arrays are always stored as zarr v3",
     "chunk_byte": "did you mean chunk_bytes",
 }
+
+
+def made(make: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda place, **given: make(**given)
+
+
 CHECKPOINTERS: dict[str, Callable[..., Any]] = {
     "save": lambda place, **given: hf.save(place, {"w": 1}, **given),
     "CheckpointManager": hf.CheckpointManager,
-    "Checkpointer": lambda _, **given: hf.Checkpointer(hf.PyTreeCheckpointHandler(), **given),
-    "AsyncCheckpointer": lambda _, **given: hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler(), **given),
-    "PyTreeCheckpointer": lambda _, **given: hf.PyTreeCheckpointer(**given),
+    "Checkpointer": made(partial(hf.Checkpointer, hf.PyTreeCheckpointHandler())),
+    "AsyncCheckpointer": made(partial(hf.AsyncCheckpointer, hf.PyTreeCheckpointHandler())),
+    "PyTreeCheckpointer": made(hf.PyTreeCheckpointer),
 }
 
 
-def saved_as_tree(place: Path, **given: Any) -> Any:
-    return hf.PyTreeCheckpointer().save(place, {"a": 1}, **given)
+def saved_by(handler: hf.handlers.CheckpointHandler) -> Callable[..., Any]:
+    return lambda place, **given: hf.Checkpointer(handler).save(place, {"a": 1}, **given)
 
 
 UNKNOWN: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
-    (saved_as_tree, {"colour": 1}, "does not take these arguments: colour"),
-    (saved_as_tree, DATA_FILE, "ocdbt_target_data_file_size: here it is data_file_bytes"),
-    (saved_as_json, {"colour": 1}, "does not take these arguments: colour"),
+    (saved_by(hf.PyTreeCheckpointHandler()), {"colour": 1}, "does not take these arguments: colour"),
+    (saved_by(hf.PyTreeCheckpointHandler()), DATA_FILE, "ocdbt_target_data_file_size: here it is data_file_bytes"),
+    (saved_by(hf.JsonCheckpointHandler()), {"colour": 1}, "does not take these arguments: colour"),
     (restored, {"restor_args": {}}, r"one/state was not restored: .*: restor_args; did you mean restore_args"),
-    (
-        saved_in_a_manager,
-        {"net": {"sav_args": hf.SaveArgs()}},
-        r"7.*: item 'net' was not saved: .*sav_args; did you mean save_",
-    ),
+    (saved_in_a_manager, {"net": {"sav_args": 1}}, r"7.*: item 'net' was not saved: .*sav_args; did you mean save_"),
     (saved_in_a_manager, {"meta": {"indent": 2}}, r"item 'meta' .*arguments: indent\. It takes none"),
     *(
-        (lambda _, make=make, **given: make(**given), {name: 1}, rf"{make.__name__} .*: {name}.*{advice}.* It takes ")
+        (made(make), {name: 1}, rf"{make.__name__} .*: {name}.*{advice}.* It takes ")
         for make in (hf.PyTreeCheckpointHandler, hf.ArrayCheckpointHandler)
         for name, advice in PEERS.items()
     ),
     *((make, {"filesystem": object()}, rf"^{taker}\b.* {FILESYSTEM}") for taker, make in CHECKPOINTERS.items()),
     *((make, {"multiprocessing_options": None}, COORDINATOR) for make in CHECKPOINTERS.values()),
     *(
-        (lambda _, make=make, **given: make(**given), given, advice)
+        (made(make), given, advice)
         for make in (hf.Layout, hf.SaveArgs, hf.RestoreArgs, hf.ArrayRestoreArgs)
         for given, advice in [
             (DATA_FILE, "'ocdbt_target_data_file_size': here it is data_file_bytes"),

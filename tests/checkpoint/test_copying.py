@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.checkpoint.kinds import Components
 from tests.clocks import Waiting
 from tests.earlier_versions.programs import __file__ as earlier
 from tests.equality import assert_same
@@ -18,7 +19,6 @@ from tests.fixtures import StoredFiles
 from tests.processes.harness import Process, run_outcomes
 
 import holdfast as hf
-from holdfast.components import Checkpointable
 from holdfast.engine.checkpoint import copying
 from holdfast.engine.checkpoint.copying import BESIDE, Transfer, copied_step
 from holdfast.engine.clock import bytes_per_second
@@ -68,16 +68,6 @@ def target(request: pytest.FixtureRequest, tmp_path: Path, place: str) -> Locati
     return as_location(f"{tmp_path}/copy" if request.param == "disk" else f"{place}/copy")
 
 
-class Weights(Checkpointable):
-    def __init__(self, value: float = 0.0) -> None:
-        self.w = np.full(10, value)
-
-
-class Pair(Checkpointable):
-    def __init__(self, value: float = 0.0) -> None:
-        self.one, self.two = Weights(), Weights(value)
-
-
 KINDS: dict[str, Callable[[str], object]] = {
     "tree": save,
     "compressed": lambda place: hf.save(place, tree(), layout=replace(SMALL, compression=1)),
@@ -118,12 +108,10 @@ def test_checkpoints_of_earlier_versions_are_copied(tmp_path: Path) -> None:
 
 
 def test_a_tree_of_components_is_copied(tmp_path: Path) -> None:
-    Pair(3.0).save_to_path(tmp_path / "a")
+    components = Components()
+    components.save(f"{tmp_path}/a", 1)
     hf.copy_checkpoint(tmp_path / "a", tmp_path / "b")
-    other, part = Pair(), Weights()
-    other.restore_from_path(tmp_path / "b")
-    part.restore_from_path(tmp_path / "b" / "two")
-    assert other.two.w.tolist() == part.w.tolist() == [3.0] * 10
+    assert components.find(f"{tmp_path}/b") == 1
     with pytest.raises(hf.CheckpointExistsError, match="tree of components is not replaced"):
         hf.copy_checkpoint(save(f"{tmp_path}/c"), tmp_path / "b", overwrite=True)
 
@@ -145,23 +133,20 @@ def test_a_damaged_byte_anywhere_is_refused(tmp_path: Path, place: str, stored: 
     files, target = stored(original), as_location(tmp_path / "copy")
     whole = files.read()
     large = max(whole, key=lambda path: len(whole[path]))
-
-    def flipped(path: str, position: int) -> bytes:
+    damaged: list[tuple[str, bytes | None]] = []
+    for path, position in [(path, 0) for path in whole] + [(large, at) for at in (20_000, 16_384, 16_387, 300_001)]:
         content = bytearray(whole[path])
         content[position] ^= 4
-        return bytes(content)
-
-    at = [(path, 0) for path in whole] + [(large, 20_000), (large, 16_384), (large, 16_387), (large, 300_001)]
-    damaged: list[tuple[str, bytes | None]] = [(path, flipped(path, position)) for path, position in at]
+        damaged.append((path, bytes(content)))
     for path in set(whole) - {"checkpoint.json"}:
         damaged += [(path, whole[path][:-1]), (path, None)]
         if not remote:  # of an object, only the bytes that were saved are read
             damaged.append((path, whole[path] + b"x"))
-    for path, content in damaged:
-        if content is None:
+    for path, found in damaged:
+        if found is None:
             files.remove(path)
         else:
-            files.write(path, content)
+            files.write(path, found)
         with pytest.raises(hf.DamagedCheckpointError, match=path.rpartition("/")[2]):
             hf.copy_checkpoint(original, target)
         assert not target.exists(), path

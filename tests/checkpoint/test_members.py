@@ -70,14 +70,10 @@ def test_saved_by_many_restored_by_many_and_by_one(tmp_path: Path, count: int) -
                 several.save(step, {"state": tree(step), "facts": {"process": coordinator.process_index}})
             several.wait_until_finished()
             assert_same(several.restore(3), {"state": tree(3), "facts": {"process": 0}})
-        one = hf.Checkpointer(hf.PyTreeCheckpointHandler(), coordinator=coordinator, barrier_timeout_secs=10)
-        report = one.save(tmp_path / "one", tree(5))
-        assert report is not None
-        return [*several.all_steps(), report.bytes]
+        return [*several.all_steps(), save_a_path(tmp_path / "one", coordinator).bytes]
 
     results = unwrap(together(count, run))
-    assert [steps for *steps, _ in results] == [[2, 3]] * count
-    assert len({nbytes for *_, nbytes in results}) == 1
+    assert results == [[2, 3, results[0][-1]]] * count, "all are told the same size"
     assert_same(hf.load(tmp_path / "run", item="state"), tree(3))
     assert_same(hf.load(tmp_path / "one"), tree(5))
     assert hf.verify(tmp_path / "run").ok
@@ -208,17 +204,9 @@ def test_a_step_stays_although_the_others_cannot_be_told(tmp_path: Path, caplog:
     assert_same(hf.load(tmp_path), tree(1))
 
 
-EITHER = (hf.errors.StateError, hf.errors.PeerFailedError)
-
-
-def save_a_path(path: Path, coordinator: Coordinator) -> None:
-    """Save to a path of one's own, such as one with the time of the start in it."""
-    checkpointer = hf.Checkpointer(hf.PyTreeCheckpointHandler(), coordinator=coordinator, barrier_timeout_secs=10)
-    checkpointer.save(path / str(coordinator.process_index), tree(5))
-
-
-def save_a_step(path: Path, coordinator: Coordinator) -> None:
-    save_and_wait(manager(path, coordinator), coordinator.process_index, tree(5))
+def save_a_path(path: Path, coordinator: Coordinator) -> Any:
+    one = hf.Checkpointer(hf.PyTreeCheckpointHandler(), coordinator=coordinator, barrier_timeout_secs=10)
+    return one.save(path, tree(5))
 
 
 def save_items(path: Path, coordinator: Coordinator) -> None:
@@ -232,31 +220,38 @@ def save_items(path: Path, coordinator: Coordinator) -> None:
     save_and_wait(several, 1, {name: tree(1) for name in items})
 
 
-def save_shapes(path: Path, coordinator: Coordinator) -> None:
-    other = np.zeros(3 if coordinator.process_index == 1 else 4)
-    save_and_wait(manager(path, coordinator), 1, {"same": np.zeros(2), "other": other})
+SAVES: dict[str, tuple[Callable[[Path, Coordinator], object], Any, str]] = {
+    "paths": (  # such as those with the time of the start in their names
+        lambda path, one: save_a_path(path / str(one.process_index), one),
+        (hf.errors.StateError, hf.errors.PeerFailedError),
+        "process 1 saves to {place}, and process 0 to",
+    ),
+    "steps": (
+        lambda path, one: save_and_wait(manager(path, one), one.process_index, tree(5)),
+        hf.SaveFailedError,
+        "process 1 saves to {place}",
+    ),
+    "items": (save_items, hf.HoldfastError, "process 1 saves the items ['state']"),
+    "shapes": (
+        lambda path, one: save_and_wait(
+            manager(path, one), 1, {"same": np.zeros(2), "other": np.zeros(4 - one.process_index)}
+        ),
+        hf.SaveFailedError,
+        "\n  other: process 0 has float64[4]",
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("save", "kinds", "said"),
-    [
-        pytest.param(save_a_path, EITHER, "process 1 saves to {place}, and process 0 to", id="paths"),
-        pytest.param(save_a_step, hf.SaveFailedError, "process 1 saves to {place}", id="steps"),
-        pytest.param(save_items, hf.HoldfastError, "process 1 saves the items ['state']", id="items"),
-        pytest.param(save_shapes, hf.SaveFailedError, "\n  other: process 0 has float64[4]", id="shapes"),
-    ],
-)
-def test_saves_that_differ_are_refused(
-    tmp_path: Path, save: Callable[[Path, Coordinator], None], kinds: Any, said: str
-) -> None:
-    found = together(2, lambda coordinator: save(tmp_path, coordinator))
-    for error in found:
+@pytest.mark.parametrize("what", SAVES)
+def test_saves_that_differ_are_refused(tmp_path: Path, what: str) -> None:
+    save, kinds, said = SAVES[what]
+    for error in together(2, lambda coordinator: save(tmp_path, coordinator)):
         assert isinstance(error, kinds)
         assert "process 1" in str(error)
         assert said.format(place=hf.storage.as_location(tmp_path / "1").url) in str(error)
     assert hf.list_checkpoints(tmp_path) == []
     left = list(tmp_path.iterdir())  # a manager leaves the files of its run
-    assert [path for path in left if path.is_dir() or save is save_a_path] == []
+    assert [path for path in left if path.is_dir() or what == "paths"] == []
 
 
 class Level(enum.IntEnum):
