@@ -229,15 +229,6 @@ HOSTILE: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.usefixtures("little_memory")
-@pytest.mark.parametrize("what", HOSTILE)
-def test_forged_records(tmp_path: Path, stored: Any, look: Callable[[str], list[str]], what: str) -> None:
-    place = saved(tmp_path / "one", archive=True)
-    stored(str(place)).edit(lambda body: HOSTILE[what](body["items"]["state"]))
-    assert look(str(place))
-    assert what.startswith("kind_") or not hf.verify(place).ok
-
-
 # ---- the small trees of several processes lie in one file; each process reads its own, and no other
 
 
@@ -358,9 +349,13 @@ HOSTILE_SHARES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.usefixtures("little_memory")
-@pytest.mark.parametrize("what", HOSTILE_SHARES)
-def test_forged_records_of_shares(tmp_path: Path, stored: Any, look: Callable[..., list[str]], what: str) -> None:
-    step = saved_shares(tmp_path / "run", [5, 6, 7])
-    stored(str(step)).edit(lambda body: HOSTILE_SHARES[what](body["items"]["own"]["files"]))
-    assert look(str(step), loads=what == "a huge file")
-    assert not hf.verify(step).ok
+@pytest.mark.parametrize("what", [*HOSTILE, *HOSTILE_SHARES])
+def test_forged_records(tmp_path: Path, stored: Any, look: Callable[..., list[str]], what: str) -> None:
+    if what in HOSTILE:
+        place = saved(tmp_path / "one", archive=True)
+        stored(str(place)).edit(lambda body: HOSTILE[what](body["items"]["state"]))
+    else:
+        place = saved_shares(tmp_path / "run", [5, 6, 7])
+        stored(str(place)).edit(lambda body: HOSTILE_SHARES[what](body["items"]["own"]["files"]))
+    assert look(str(place), loads=what == "a huge file")
+    assert what.startswith("kind_") or not hf.verify(place).ok

@@ -229,9 +229,8 @@ def test_only_documents_have_a_limit(place: str) -> None:
     hf.save(place, {f"leaf {number}": np.zeros(1) for number in range(300)})
     item = read_record(hf.storage.as_location(place)).items["state"]
     location = hf.storage.as_location(place) / item.folder
-    sizes = {path: len((location / path).read_bytes()) for path in ("tree.json", "manifest.ocdbt", "d/index")}
-    limit = max(sizes["tree.json"], sizes["manifest.ocdbt"])
-    assert sizes["d/index"] > 2 * limit
+    limit = max(item.files[path].size for path in ("tree.json", "manifest.ocdbt"))
+    assert item.files["d/index"].size > 2 * limit
     database = ArrayDatabase(location, item.files, limit=limit)
     database.read_file("tree.json")
     assert database.file_checks()
@@ -239,4 +238,4 @@ def test_only_documents_have_a_limit(place: str) -> None:
     metadata = [one for one in database.metadata(names) if one is not None]
     assert database.read(names, Assembly(metadata, keep=False)) == []
     with pytest.raises(hf.DamagedCheckpointError, match=r"tree\.json"):
-        ArrayDatabase(location, item.files, limit=sizes["tree.json"] - 1).read_file("tree.json")
+        ArrayDatabase(location, item.files, limit=item.files["tree.json"].size - 1).read_file("tree.json")
