@@ -113,9 +113,9 @@ def saved(step, pwrite=real):
 
 def lost(full=full, **options):
     # Step 5 meets a full disk.
+    saved(4).close()
     manager = hf.CheckpointManager(directory, options=hf.CheckpointManagerOptions(**options))
-    manager.save(4, tree(4))
-    manager.wait_until_finished()
+    manager.acquire()
     os.pwrite = full
     manager.save(5, tree(5))
     return manager
@@ -182,10 +182,7 @@ LOST = {  # with what the program says
     "has dropped its manager": ("lost(); time.sleep(0.3); gc.collect()", NO_SPACE),
     "exits": ("manager = lost(); sys.exit(0)", NO_SPACE),
     "closes": ("with lost(): pass", NO_SPACE),
-    "has a disk that hangs": (
-        "lost(full=lambda *arguments: time.sleep(600), save_timeout_secs=0.2)",
-        HANGS,
-    ),
+    "has a disk that hangs": ("lost(lambda *arguments: time.sleep(600), save_timeout_secs=0.2)", HANGS),
 }
 
 
