@@ -34,7 +34,7 @@ def tree(step: int, edition: int = 0) -> dict[str, Any]:
 # ---- the order
 
 
-def test_order_of_one_save(disk: Disk) -> None:
+def test_order_of_one_save_and_of_its_deletion(disk: Disk) -> None:
     run = disk.root / "new" / "run"
     told: list[int] = []
     with hf.CheckpointManager(run) as manager:
@@ -42,6 +42,10 @@ def test_order_of_one_save(disk: Disk) -> None:
         manager.save(7, tree(7))
         manager.wait_until_finished()
         calls = list(disk.calls)
+        disk.calls.clear()
+        manager.delete(7)
+        assert disk.calls[:2] == [("rename", "new/run/7/checkpoint.deleted"), ("fsync", "new/run/7")]
+        assert disk.calls[-2:] == [("unlink", "new/run/7/checkpoint.deleted"), ("rmdir", "new/run/7")]
     committed = calls.index(("rename", "new/run/7/checkpoint.json"))
     before, after = calls[:committed], calls[committed + 1 :]
     written = [path for name, path in before if name in ("create", "truncate") and path.startswith("new/run/7/")]
@@ -75,16 +79,6 @@ def test_nothing_is_synced_without_need(disk: Disk) -> None:
     once = [".", "new/.holdfast-*", "new/state", "new/state/d", "new/state/d/*.0.0"]
     once += ["new/state/d/index", "new/state/manifest.ocdbt", "new/state/tree.json"]
     assert sorted(synced) == sorted([*once, "new", "new", "new"])
-
-
-def test_deleting_makes_the_loss_of_the_record_durable_first(disk: Disk) -> None:
-    with hf.CheckpointManager(disk.root) as manager:
-        manager.save(1, tree(1))
-        manager.wait_until_finished()
-        disk.calls.clear()
-        manager.delete(1)
-        assert disk.calls[:2] == [("rename", "1/checkpoint.deleted"), ("fsync", "1")]
-        assert disk.calls[-2:] == [("unlink", "1/checkpoint.deleted"), ("rmdir", "1")]
 
 
 NUMBERS, TEXTS, FACTS = {"w": np.arange(3000.0)}, {"inner/most/one": "first", "inner/most/two": "second"}, {"a": 1}
