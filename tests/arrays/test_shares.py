@@ -309,12 +309,13 @@ def test_a_merge_holds_one_fragment_at_a_time(place: str) -> None:
 
 @pytest.mark.parametrize("divide", [undivided, rows, columns_in_pairs])
 def test_a_snapshot_holds_what_its_process_writes(place: str, divide: Callable[[int], Divide]) -> None:
-    tree = {"a": VALUES.reshape(240, 250).copy(), "b": [VALUES[:4999].astype(">f4")], "c": TREE["words"].copy()}
+    words, scalar = TREE["words"].copy(), np.array(7.0)
+    tree = {"a": VALUES.reshape(240, 250).copy(), "b": [VALUES[:4999].astype(">f4")], "c": words, "d": scalar}
     kept = flatten(tree)
     before = [value.copy() for value in kept.values]
 
     def spoil(buffers: list[StagingBuffer]) -> None:
-        most = tree["a"].nbytes + tree["b"][0].nbytes + 3 * tree["c"].nbytes  # texts become bytes, and are copied whole
+        most = tree["a"].nbytes + tree["b"][0].nbytes + 3 * words.nbytes  # texts become bytes, and are copied whole
         assert sum(buffer.nbytes for buffer in buffers) < most + 3 * 4096
         for value in kept.values:
             value[...] = 0

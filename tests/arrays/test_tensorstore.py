@@ -57,7 +57,7 @@ def test_every_array_of_a_saved_tree_by_the_path_that_the_design_gives(place: st
         "fortran": np.asfortranarray(matrix),
         "big_endian": values[:999].astype(">f4"),
         "step": 7,
-        "z": 1 - 2j,
+        "": 1 - 2j,
         "devices": {name: jax.device_put(matrix, sharding) for name, sharding in shardings.items()},
     }
     hf.save(place, tree, layout=SMALL)
@@ -72,7 +72,7 @@ def test_every_array_of_a_saved_tree_by_the_path_that_the_design_gives(place: st
         "fortran": matrix,
         "big_endian": values[:999],
         "step": np.asarray(7),
-        "z": np.asarray(1 - 2j),
+        "%": np.asarray(1 - 2j),
         **{f"devices.{name}": matrix for name in specs},
     }.items():
         assert_same(np.asarray(read(f"{place}/state", name)), expected)
