@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,19 +17,33 @@ def tree(step: int) -> dict[str, Any]:
     return {"a": step, "b": {"c": np.full(3, step)}}
 
 
+def opened(place: object, checkpointers: Any = None, *, clock: Any = None, **options: Any) -> hf.CheckpointManager:
+    """A manager with some options."""
+    return hf.CheckpointManager(str(place), checkpointers, hf.CheckpointManagerOptions(**options), clock=clock)
+
+
+def reading(place: object) -> hf.CheckpointManager:
+    """A manager that only looks on."""
+    return opened(place, read_only=True)
+
+
 def saved(place: object, *steps: int, items: Callable[[int], Any] = tree, **options: Any) -> list[int]:
     """Saves steps by a manager with some options, and returns those that are there in the end."""
     metrics = options.pop("metrics", lambda step: None)
-    with hf.CheckpointManager(str(place), options=hf.CheckpointManagerOptions(**options)) as manager:
+    with opened(place, **options) as manager:
         for step in steps:
             manager.save(step, items(step), metrics=metrics(step))
         manager.wait_until_finished()
         return manager.all_steps()
 
 
-def reading(place: object) -> hf.CheckpointManager:
-    """A manager that only looks on."""
-    return hf.CheckpointManager(str(place), options=hf.CheckpointManagerOptions(read_only=True))
+def flip(file: Path, at: int | None = None) -> None:
+    """Changes a bit of a file, in its middle by default, as a disk does: the times of the file stay."""
+    times, content = file.stat(), bytearray(file.read_bytes())
+    content[len(content) // 2 if at is None else at] ^= 1
+    file.chmod(0o600)
+    file.write_bytes(content)
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
 class HeldHandler(hf.PyTreeCheckpointHandler):

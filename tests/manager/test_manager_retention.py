@@ -15,6 +15,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.clocks import FakeClock
+from tests.manager.runs import opened
 
 import holdfast as hf
 from holdfast.engine.manager import StepInfo, reasons, retention_rules
@@ -285,35 +286,23 @@ def test_a_clock_that_is_set_back(place: str) -> None:
         assert manager.latest_step() == 24
 
 
-def test_the_newest_is_the_highest_step_with_any_clock(place: str) -> None:
-    clock = FakeClock()
-    with hf.CheckpointManager(place, hf.PyTreeCheckpointer(), options(max_to_keep=2), clock=clock) as manager:
-        for step in range(1, 6):
-            clock.wall -= HOUR
-            manager.save(step, step)
-        assert manager.all_steps() == [4, 5]
-        assert manager.latest_step() == 5
-
-
-@pytest.mark.parametrize(
-    ("metrics", "best"),
-    [
-        pytest.param([{"a": 1}, {"a": NAN}, {"a": None}], 1, id="NaN is never best"),
-        pytest.param([{"b": 1}, {"a": NAN}, {}], None, id="none has any"),
-    ],
-)
-def test_best_step(place: str, metrics: list[dict[str, Any]], best: int | None) -> None:
-    given = options(best_fn="a", best_mode="max")
-    with hf.CheckpointManager(place, hf.PyTreeCheckpointer(), given) as manager:
-        for step, found in enumerate(metrics, start=1):
-            manager.save(step, step, metrics={name: value for name, value in found.items() if value is not None})
-        assert manager.best_step() == best
-    assert hf.CheckpointManager(place, options=given).best_step() == best
-    assert hf.CheckpointManager(place).best_step() == 3
+def test_the_best_step_is_one_with_a_number(place: str) -> None:
+    reports: dict[str, tuple[int | None, list[dict[str, Any]]]] = {
+        "some": (1, [{"a": 1}, {"a": NAN}, {}]),
+        "none": (None, [{"b": 1}, {"a": NAN}, {}]),
+    }
+    for name, (best, metrics) in reports.items():
+        run = f"{place}/{name}"
+        with opened(run, hf.PyTreeCheckpointer(), best_fn="a", best_mode="max") as manager:
+            for step, found in enumerate(metrics, start=1):
+                manager.save(step, step, metrics=found)
+            assert manager.best_step() == best
+        assert opened(run, best_fn="a", best_mode="max").best_step() == best
+        assert hf.CheckpointManager(run).best_step() == 3
 
 
 def test_pins(place: str) -> None:
-    with hf.CheckpointManager(place, hf.PyTreeCheckpointer(), options(max_to_keep=1)) as manager:
+    with opened(place, hf.PyTreeCheckpointer(), max_to_keep=1) as manager:
         manager.save(1, 1)
         manager.pin(1)
         for step in (2, 3):
@@ -334,27 +323,33 @@ def test_pins(place: str) -> None:
 def test_every_reason_is_told(place: str) -> None:
     given = options(
         max_to_keep=2,
-        keep_latest=1,
-        keep_period=2,
-        keep_steps=[4],
+        keep_latest=2,
+        keep_period=3,
+        keep_steps=[5],
         best_fn="acc",
         best_mode="max",
         keep_time_interval="1h",
+        keep_checkpoints_without_metrics=True,
     )
     clock = FakeClock()
     with hf.CheckpointManager(place, hf.PyTreeCheckpointer(), given, clock=clock) as manager:
-        for step in range(1, 5):
+        for step, accuracy in enumerate([0.1, 0.5, 0.4, None, NAN, 0.3], start=1):
             clock.sleep(0.6 * HOUR)
-            manager.save(step, step, metrics={"acc": step / 10})
-        manager.pin(4)
-        assert manager.why_kept(1) == ("every 1h",)
-        assert manager.why_kept(2) == ("every 2 steps",)
-        assert manager.why_kept(3) == ("2nd best acc (0.3)", "every 1h")
-        assert manager.why_kept(4) == ("newest", "best acc (0.4)", "every 2 steps", "chosen step", "pinned")
+            manager.save(step, step, metrics=None if accuracy is None else {"acc": accuracy})
+            if step in (2, 5):
+                manager.pin(step)
+        kept = {step: manager.why_kept(step) for step in manager.all_steps()}
         with pytest.raises(hf.CheckpointNotFoundError, match="no checkpoint of step 9"):
             manager.why_kept(9)
-    listed = {summary.step: summary.kept for summary in hf.list_checkpoints(place)}
-    assert listed[3] == ("2nd best acc (0.3)", "every 1h")
+    assert kept == {
+        1: ("every 1h",),
+        2: ("best acc (0.5)", "pinned"),
+        3: ("2nd best acc (0.4)", "every 3 steps", "every 1h"),
+        4: ("no metrics",),
+        5: ("one of the newest 2", "every 1h", "chosen step", "pinned"),
+        6: ("newest", "every 3 steps"),
+    }
+    assert {summary.step: summary.kept for summary in hf.list_checkpoints(place)} == kept
 
 
 def test_another_run_may_keep_less(place: str) -> None:
@@ -397,17 +392,10 @@ def test_a_metric_that_no_checkpoint_has_is_told_before_steps_are_deleted(
     assert all(part in warning for part, warning in zip(said, warnings, strict=True))
 
 
-BY_VALUE = {"best_mode": "max", "save_on_best": True}
-
-
 @pytest.mark.parametrize(
     ("given", "reports", "said"),
     [
-        (
-            {"best_fn": "val_los"},
-            [{"loss": 1}, {"loss": 1, "val_loss": 2}],
-            "2 was reported without the metric val_los,",
-        ),
+        ({"best_fn": "val_los"}, [{"x": 1}, {"x": 1, "val_loss": 2}], "2 was reported without the metric val_los,"),
         ({"best_fn": "acc"}, [{"accuracy": 1.0, "x": {"y": 2}}] * 2, "1 was reported without the metric acc,"),
         ({"best_fn": "acc"}, [{"accuracy": 1.0, "x": {"y": 2}}], "reported: accuracy, x/y. "),
         ({"best_fn": "val/los"}, [{"val": {"loss": 1}}], "did you mean val/loss?"),
@@ -428,7 +416,7 @@ BY_VALUE = {"best_mode": "max", "save_on_best": True}
 def test_reports_without_the_metric_are_told_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, given: Any, reports: list[Any], said: str | None
 ) -> None:
-    with hf.CheckpointManager(tmp_path, options=options(**given, **BY_VALUE)) as manager:
+    with opened(tmp_path, **given, best_mode="max", save_on_best=True) as manager:
         for step, metrics in enumerate(reports, start=1):
             manager.should_save(step, metrics=metrics)
     told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]

@@ -49,33 +49,24 @@ REFUSED = "refused"
 @pytest.mark.parametrize(
     ("value", "ranked", "stored"),
     [
-        (0.5, 0.5, 0.5),
         (3, 3.0, 3),
         (True, 1.0, 1),
         (-0.0, 0.0, -0.0),
         (math.inf, math.inf, math.inf),
-        (-math.inf, -math.inf, -math.inf),
         (math.nan, None, math.nan),
         (np.float32(0.25), 0.25, 0.25),
-        (np.float64(0.5), 0.5, 0.5),
         (np.int64(7), 7.0, 7),
-        (np.array(0.25), 0.25, 0.25),
         (np.array([[0.25]]), 0.25, 0.25),
         (np.array(1.5, ml_dtypes.bfloat16), 1.5, 1.5),
-        (np.float32(math.nan), None, math.nan),
         (np.array(math.nan), None, math.nan),
         (np.array([1.0, 2.0]), None, [1.0, 2.0]),
         (np.array([]), None, []),
         (np.array("0.5"), None, REFUSED),
-        (np.array(["a", "b"]), None, REFUSED),
         (np.array(1j), None, REFUSED),
         (fractions.Fraction(1, 4), 0.25, 0.25),
         (10**400, None, 10**400),
-        (1j, None, REFUSED),
         ("0.5", None, REFUSED),
-        (b"0.5", None, REFUSED),
         (None, None, REFUSED),
-        ([0.5], None, [0.5]),
         (["0.5"], None, REFUSED),
         ({}, None, {}),
         (SeveralNumbers(), None, REFUSED),
@@ -98,7 +89,6 @@ def test_only_real_numbers_rank_a_step_and_only_numbers_are_stored(
     ("metrics", "name", "expected"),
     [
         (None, "loss", None),
-        ({}, "loss", None),
         ({"loss": 1.0}, "lost", None),
         ({"val": {"loss": 1.0}}, "val/loss", 1.0),
         ({"val/loss": 2.0, "val": {"loss": 1.0}}, "val/loss", 2.0),
@@ -127,16 +117,6 @@ def test_a_function_finds_no_metric_by_key_error_only() -> None:
         metric_value({"loss": FailedArray()}, "loss")
 
 
-@pytest.mark.parametrize(
-    ("metric", "expected"),
-    [
-        ("val/loss", "val/loss"),
-        (accuracy_of, "accuracy_of"),
-        (lambda metrics: 1.0, "metric"),
-        (FailedArray, "FailedArray"),
-        (Score(), "metric"),
-    ],
-    ids=["name", "function", "lambda", "class", "object"],
-)
-def test_metrics_have_names_for_people(metric: Metric, expected: str) -> None:
-    assert metric_name(metric) == expected
+def test_metrics_have_names_for_people() -> None:
+    metrics: list[Metric] = ["val/loss", accuracy_of, lambda metrics: 1.0, FailedArray, Score()]
+    assert [*map(metric_name, metrics)] == ["val/loss", "accuracy_of", "metric", "FailedArray", "metric"]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.manager.runs import saved
+from tests.manager.runs import flip, saved
 
 import holdfast as hf
 from holdfast.engine.checkpoint import PendingCheckpoint
@@ -52,6 +53,9 @@ class BrokenDisk:
         return call
 
 
+Break = Callable[[BrokenDisk, Path], None]
+
+
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[BrokenDisk]:
     with monkeypatch.context() as patch:
@@ -65,21 +69,42 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def loop(path: Path) -> None:
+def failing(code: int) -> Break:
+    return lambda disk, path: disk.breaks(path, code)
+
+
+def flipped(disk: BrokenDisk, path: Path) -> None:
+    flip(path, 0)
+
+
+def loop(disk: BrokenDisk, path: Path) -> None:
     """Puts a link to itself in the place of a file or folder."""
-    path.rename(path.with_name(f"kept-{path.name}"))
+    path.rename(path.with_name(f"{path.name} before"))
     path.symlink_to(path.name)
 
 
-def data_file(step: Path) -> Path:
-    return next(path for path in (step / "state/d").iterdir() if path.name != "index")
+def pipe(disk: BrokenDisk, path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
 
 
-BROKEN: dict[str, Callable[[Path], Path]] = {
-    "folder": lambda step: step,
-    "record": lambda step: step / "checkpoint.json",
-    "structure": lambda step: step / "state/tree.json",
-    "data": data_file,
+def folder(disk: BrokenDisk, path: Path) -> None:
+    path.unlink()
+    (path / "x").mkdir(parents=True)
+
+
+def lost_link(disk: BrokenDisk, path: Path) -> None:
+    path.unlink()
+    path.symlink_to("nowhere")
+
+
+PARTS = {
+    "folder": ".",
+    "record": "checkpoint.json",
+    "structure": "state/tree.json",
+    "manifest": "state/manifest.ocdbt",
+    "index": "state/d/index",
+    "data": "state/d/*.0.0",
 }
 
 
@@ -89,82 +114,60 @@ def check_resumes(run: Path, caplog: pytest.LogCaptureFixture, said: str = "cann
     with caplog.at_level(logging.WARNING):
         restored = manager.restore_latest()
     assert restored is not None
-    assert (restored.step, [step for step, _ in restored.skipped]) == (2, [3])
-    assert "step 3 is damaged and passed over" in caplog.text
-    assert said in caplog.text
-    assert "going back to step 2" in caplog.text
+    [(skipped, why)] = restored.skipped
+    assert (restored.step, skipped) == (2, 3)
+    assert re.search(said, why)
+    for text in ("step 3 is damaged and passed over", why, "going back to step 2"):
+        assert text in caplog.text
     assert manager.all_steps() == [1, 2]
     np.testing.assert_array_equal(restored.items["weights"], tree(2)["weights"])
     return manager
 
 
-@pytest.mark.parametrize("broken", BROKEN)
-@pytest.mark.parametrize("code", [errno.EIO, errno.EUCLEAN], ids=errno.errorcode.__getitem__)
+@pytest.mark.parametrize(
+    ("part", "broken", "said"),
+    [
+        *((part, failing(errno.EIO), "cannot (be read|open|read)") for part in PARTS),
+        *((part, failing(errno.EUCLEAN), "cannot (be read|open|read)") for part in PARTS),
+        *((part, flipped, PARTS[part].partition("*")[2] or PARTS[part]) for part in PARTS if part != "folder"),
+        ("folder", loop, "Too many levels of symbolic links"),
+        ("record", loop, "Too many levels of symbolic links"),
+        ("record", pipe, "not a regular file"),
+        ("record", folder, "not a regular file"),
+    ],
+)
 def test_the_newest_step_cannot_be_read(
-    broken: str, code: int, run: Path, disk: BrokenDisk, caplog: pytest.LogCaptureFixture
+    part: str, broken: Break, said: str, run: Path, disk: BrokenDisk, caplog: pytest.LogCaptureFixture
 ) -> None:
-    disk.breaks(BROKEN[broken](run / "3"), code)
-    with pytest.raises(hf.DamagedCheckpointError, match=r"cannot (be read|open|read)"):
+    (path,) = (run / "3").glob(PARTS[part]) if part == "data" else [run / "3" / PARTS[part]]
+    broken(disk, path)
+    with pytest.raises(hf.DamagedCheckpointError, match=said):
         hf.load(run)  # the newest was asked for
     assert hf.load(run / "2")["step"] == 2
-    report = hf.verify(run)
-    assert [one.step for one in report.checkpoints if one.problems] == [3]
+    assert [one.step for one in hf.verify(run).checkpoints if one.problems] == [3]
     assert [one.step for one in hf.list_checkpoints(run)] == [1, 2, 3]
-    with check_resumes(run, caplog) as manager:
-        manager.save(3, {"step": "again"})
+    with check_resumes(run, caplog, said) as manager:
+        with pytest.raises(hf.DamagedCheckpointError):
+            manager.restore(3)
+        assert manager.save(3, {"step": "again"}), "the run comes by again, and replaces it"
         manager.wait_until_finished()
-        assert "what was there is now 3.unreadable" in caplog.text
         assert manager.all_steps() == [1, 2, 3]
         manager.save(4, tree(4))
     assert hf.load(run / "3") == {"step": "again"}
-    disk.is_repaired()
-    assert hf.verify(run / "3.unreadable").ok
-    assert hf.load(run / "3.unreadable")["step"] == 3
+    is_kept = broken is not flipped
+    assert ("what was there is now 3.unreadable" in caplog.text) is is_kept
+    assert os.path.lexists(run / "3.unreadable") is is_kept
+    if is_kept and broken not in (loop, pipe, folder):
+        disk.is_repaired()
+        assert hf.verify(run / "3.unreadable").ok
+        assert hf.load(run / "3.unreadable")["step"] == 3
     assert hf.CheckpointManager(run).all_steps() == [1, 2, 3, 4]
 
 
-def pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-def folder(path: Path) -> None:
-    path.unlink()
-    (path / "x").mkdir(parents=True)
-
-
-def lost_link(path: Path) -> None:
-    path.unlink()
-    path.symlink_to("nowhere")
-
-
-@pytest.mark.parametrize(
-    ("strange", "broken", "said"),
-    [
-        (loop, "folder", "Too many levels of symbolic links"),
-        (loop, "record", "Too many levels of symbolic links"),
-        (pipe, "record", "not a regular file"),
-        (folder, "record", "not a regular file"),
-    ],
-)
-def test_what_lies_in_the_place_of_a_step_or_its_record(
-    strange: Callable[[Path], None], broken: str, said: str, run: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    strange(BROKEN[broken](run / "3"))
-    with pytest.raises(hf.DamagedCheckpointError, match=said):
-        hf.load(run)
-    assert not hf.verify(run).ok
-    with check_resumes(run, caplog, said) as manager:
-        manager.save(3, tree(3))
-    assert "what was there is now 3.unreadable" in caplog.text
-    assert os.path.lexists(run / "3.unreadable")
-    assert hf.load(run)["step"] == 3
-
-
 @pytest.mark.parametrize("strange", [loop, folder, pipe, lost_link])
-def test_what_lies_in_the_place_of_the_marker_of_a_deletion(strange: Callable[[Path], None], run: Path) -> None:
+def test_what_lies_in_the_place_of_the_marker_of_a_deletion(strange: Break, run: Path, disk: BrokenDisk) -> None:
     (run / "2" / "checkpoint.deleted").touch()
-    strange(run / "2" / "checkpoint.deleted")
+    strange(disk, run / "2" / "checkpoint.deleted")
     with hf.CheckpointManager(run) as manager:
         manager.delete(2)
     assert not (run / "2").exists()
