@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,9 @@ import pytest
 import holdfast as hf
 from holdfast.engine.format import encode_document
 from holdfast.engine.handlers import DEFAULT_REGISTRY
+
+
+ParamInfo, Registry = hf.type_handlers.ParamInfo, hf.type_handlers.TypeHandlerRegistry
 
 
 @dataclass
@@ -33,22 +36,20 @@ class VocabularyHandler(hf.type_handlers.TypeHandler):
 
     name = "vocabulary"
 
-    def param_infos(self, values: Sequence[Any], names: Sequence[str]) -> list[hf.type_handlers.ParamInfo]:
+    def param_infos(self, values: Sequence[Any], names: Sequence[str]) -> list[ParamInfo]:
         for value, name in zip(values, names, strict=True):
             if not all(isinstance(word, str) for word in value.words):
                 raise hf.errors.UnsupportedLeafError(f"{name}: words are text")
         facts = [{"count": len(value.words), "class": type(value).__name__} for value in values]
-        return [hf.type_handlers.ParamInfo(name=name, facts=fact) for name, fact in zip(names, facts, strict=True)]
+        return [ParamInfo(name=name, facts=fact) for name, fact in zip(names, facts, strict=True)]
 
-    def serialize(
-        self, values: Sequence[Any], infos: Sequence[hf.type_handlers.ParamInfo], args: Sequence[hf.SaveArgs]
-    ) -> Any:
+    def serialize(self, values: Sequence[Any], infos: Sequence[ParamInfo], args: Sequence[hf.SaveArgs]) -> Any:
         for value, info in zip(values, infos, strict=True):
             assert info.folder is not None
             for number, word in enumerate(value.words):
                 (info.folder / f"{number}.txt").write_bytes(word.encode())
 
-    def deserialize(self, infos: Sequence[hf.type_handlers.ParamInfo], args: Sequence[hf.RestoreArgs]) -> Any:
+    def deserialize(self, infos: Sequence[ParamInfo], args: Sequence[hf.RestoreArgs]) -> Any:
         found = []
         for info, asked in zip(infos, args, strict=True):
             assert info.folder is not None
@@ -65,17 +66,20 @@ class Elsewhere(hf.type_handlers.TypeHandler):
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
-    def param_infos(self, values: Sequence[Any], names: Sequence[str]) -> list[hf.type_handlers.ParamInfo]:
-        return [hf.type_handlers.ParamInfo(name=name, facts={"file": f"{name}.npy"}) for name in names]
+    def param_infos(self, values: Sequence[Any], names: Sequence[str]) -> list[ParamInfo]:
+        return [ParamInfo(name=name, facts={"file": f"{name}.npy"}) for name in names]
 
-    def serialize(
-        self, values: Sequence[Any], infos: Sequence[hf.type_handlers.ParamInfo], args: Sequence[hf.SaveArgs]
-    ) -> Any:
+    def serialize(self, values: Sequence[Any], infos: Sequence[ParamInfo], args: Sequence[hf.SaveArgs]) -> Any:
         for value, info, asked in zip(values, infos, args, strict=True):
             np.save(self.directory / info.facts["file"], value if asked.dtype is None else value.astype(asked.dtype))
 
-    def deserialize(self, infos: Sequence[hf.type_handlers.ParamInfo], args: Sequence[hf.RestoreArgs]) -> Any:
+    def deserialize(self, infos: Sequence[ParamInfo], args: Sequence[hf.RestoreArgs]) -> Any:
         return [np.load(self.directory / info.facts["file"]) for info in infos]
+
+
+def trees_with(handler: hf.type_handlers.TypeHandler) -> hf.PyTreeCheckpointHandler:
+    """A handler of trees in which vocabularies are leaves."""
+    return hf.PyTreeCheckpointHandler(type_handler_registry=Registry({Vocabulary: handler}))
 
 
 WORDS = ["one", "two", "drei"]
@@ -83,63 +87,43 @@ TREE: dict[str, Any] = {"w": np.arange(3), "text": {"vocabulary": Vocabulary(WOR
 
 
 @pytest.fixture
-def registry() -> hf.type_handlers.TypeHandlerRegistry:
-    return hf.type_handlers.TypeHandlerRegistry({Vocabulary: VocabularyHandler()})
-
-
-@pytest.fixture
-def checkpointer(registry: hf.type_handlers.TypeHandlerRegistry) -> hf.Checkpointer:
-    return hf.Checkpointer(hf.PyTreeCheckpointHandler(type_handler_registry=registry))
+def checkpointer() -> hf.Checkpointer:
+    return hf.Checkpointer(trees_with(VocabularyHandler()))
 
 
 def test_a_leaf_type_of_ones_own(place: str, checkpointer: hf.Checkpointer) -> None:
     checkpointer.save(place, TREE)
     found = checkpointer.restore(place)
     assert found["w"].tolist() == [0, 1, 2]
-    assert found["text"] == {"vocabulary": Vocabulary(WORDS)}
-    assert found["rest"] == [1, Vocabulary([])]
-    assert hf.verify(place).ok
-
-
-def test_templates_and_arguments(place: str, checkpointer: hf.Checkpointer) -> None:
-    checkpointer.save(place, TREE)
-    found = checkpointer.restore(place, copy.deepcopy(TREE))
     assert found["text"] == TREE["text"]
+    assert found["rest"] == TREE["rest"]
+    assert hf.verify(place).ok
+    assert checkpointer.restore(place, copy.deepcopy(TREE))["text"] == TREE["text"]
     assert checkpointer.restore(place, {**TREE, "text": {"vocabulary": object()}})["text"] == TREE["text"]
     restore_args = {"text": hf.RestoreArgs(restore_type=float)}
     assert checkpointer.restore(place, restore_args=restore_args)["text"] == {"vocabulary": WORDS}
     assert checkpointer.restore(place, select="text/**") == {"text": {"vocabulary": Vocabulary(WORDS)}}
     with pytest.raises(hf.TreeMismatchError, match="text/vocabulary: expected float64"):
         checkpointer.restore(place, {**TREE, "text": {"vocabulary": np.zeros(3)}})
-
-
-def test_subclasses_and_bare_leaves(place: str, checkpointer: hf.Checkpointer) -> None:
-    checkpointer.save(place, Rare(["x"]))
+    checkpointer.save(place, Rare(["x"]), force=True)  # of a subclass, and a bare leaf
     assert checkpointer.restore(place) == Vocabulary(["x"])
     assert "Rare" in (hf.describe(place)[0].value or "") or "vocabulary" in (hf.describe(place)[0].value or "")
+    hf.save(place, TREE, overwrite=True)
+    assert hf.load(place)["text"] == {"vocabulary": {"words": WORDS}}, "without its handler, it is a container"
 
 
 def test_without_the_handler(place: str, checkpointer: hf.Checkpointer) -> None:
     checkpointer.save(place, TREE)
     with pytest.raises(hf.errors.OptionError) as caught:
         hf.load(place)
-    message = str(caught.value)
-    assert "text/vocabulary is a" in message
-    assert (
-        "Vocabulary of the TypeHandler 'vocabulary'; register it with hf.type_handlers.register_type_handler" in message
-    )
-    assert "rest/1" in message
-    assert place in message
+    for said in (place, "text/vocabulary is a", "Vocabulary of the TypeHandler 'vocabulary'", "rest/1"):
+        assert said in str(caught.value)
+    assert "register it with hf.type_handlers.register_type_handler" in str(caught.value)
     assert hf.load(place, select=["w", "rest/0"])["w"].tolist() == [0, 1, 2]
     assert hf.verify(place).ok
     kinds = {leaf.path: leaf.kind for leaf in hf.describe(place)}
     assert kinds == {"w": "numpy", "text/vocabulary": "external", "rest/0": "int", "rest/1": "external"}
     assert str(hf.PyTreeCheckpointer().structure(place)["text"]["vocabulary"]) == "external"
-
-
-def test_a_container_is_only_a_leaf_where_it_has_a_handler(place: str) -> None:
-    hf.save(place, TREE)
-    assert hf.load(place)["text"] == {"vocabulary": {"words": WORDS}}
 
 
 def test_damaged_files_are_found(tmp_path: Path, checkpointer: hf.Checkpointer) -> None:
@@ -158,25 +142,17 @@ def test_damaged_files_are_found(tmp_path: Path, checkpointer: hf.Checkpointer) 
         checkpointer.restore(place)
 
 
-def test_unsupported_leaves_show_before_anything_is_written(place: str, checkpointer: hf.Checkpointer) -> None:
-    with pytest.raises(hf.errors.UnsupportedLeafError, match="text: words are text"):
-        checkpointer.save(place, {"text": Vocabulary([1])})  # type: ignore[list-item]  # that is the mistake
-    with pytest.raises(hf.CheckpointNotFoundError):
-        hf.load(place)
-
-
-def test_a_snapshot_in_the_background(place: str, registry: hf.type_handlers.TypeHandlerRegistry) -> None:
+def test_a_snapshot_in_the_background(place: str) -> None:
     leaf = Vocabulary(["before"])
-    with hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler(type_handler_registry=registry)) as checkpointer:
+    with hf.AsyncCheckpointer(trees_with(VocabularyHandler())) as checkpointer:
         checkpointer.save(place, {"v": leaf, "w": np.ones(3)})
         leaf.words[0] = "after"
         assert checkpointer.restore(place)["v"] == Vocabulary(["before"])
 
 
 def test_another_storage_medium(place: str, tmp_path: Path) -> None:
-    registry = hf.type_handlers.TypeHandlerRegistry({np.ndarray: Elsewhere(tmp_path)})
-    handler = hf.PyTreeCheckpointHandler(type_handler_registry=registry)
-    checkpointer = hf.Checkpointer(handler)
+    registry = Registry({np.ndarray: Elsewhere(tmp_path)})
+    checkpointer = hf.Checkpointer(hf.PyTreeCheckpointHandler(type_handler_registry=registry))
     checkpointer.save(place, {"a": {"w": np.arange(4.0)}, "n": 3}, save_args={"a": hf.SaveArgs(dtype=np.float16)})
     assert os.listdir(tmp_path) == ["a.w.npy"]
     found = checkpointer.restore(place)
@@ -200,7 +176,8 @@ def test_the_default_registry(place: str) -> None:
         hf.load(place)
 
 
-def test_registering_twice(registry: hf.type_handlers.TypeHandlerRegistry) -> None:
+def test_registering_twice() -> None:
+    registry = Registry({Vocabulary: VocabularyHandler()})
     with pytest.raises(hf.errors.OptionError, match="Vocabulary has the handler 'vocabulary' already"):
         registry.register(Vocabulary, VocabularyHandler())
     with pytest.raises(hf.errors.OptionError, match="another handler has the name 'vocabulary'"):
@@ -216,58 +193,52 @@ def test_registering_twice(registry: hf.type_handlers.TypeHandlerRegistry) -> No
     assert registry.find(Vocabulary()) is None
 
 
-def test_handlers_that_lose_leaves(place: str, registry: hf.type_handlers.TypeHandlerRegistry) -> None:
+def test_handlers_that_make_mistakes(place: str, checkpointer: hf.Checkpointer) -> None:
     class Forgetful(VocabularyHandler):
-        def param_infos(self, values: Sequence[Any], names: Sequence[str]) -> list[hf.type_handlers.ParamInfo]:
+        def param_infos(self, values: Sequence[Any], names: Sequence[str]) -> list[ParamInfo]:
             return []
 
-        def deserialize(self, infos: Sequence[hf.type_handlers.ParamInfo], args: Sequence[hf.RestoreArgs]) -> Any:
+        def deserialize(self, infos: Sequence[ParamInfo], args: Sequence[hf.RestoreArgs]) -> Any:
             return []
 
-    hf.Checkpointer(hf.PyTreeCheckpointHandler(type_handler_registry=registry)).save(place, TREE)
-    registry.register(Vocabulary, Forgetful(), override=True)
+    class Odd(VocabularyHandler):
+        def param_infos(self, values: Sequence[Any], names: Sequence[str]) -> list[ParamInfo]:
+            return [ParamInfo(name=name, facts={"fact": object()}) for name in names]
+
+    checkpointer.save(place, TREE)
+    forgetful, odd = (hf.Checkpointer(trees_with(handler)) for handler in (Forgetful(), Odd()))
     with pytest.raises(hf.errors.OptionError, match=r"gave 0 infos for 2 leaves: .*must return one for each; nothing"):
-        hf.Checkpointer(hf.PyTreeCheckpointHandler(type_handler_registry=registry)).save(f"{place}/other", TREE)
+        forgetful.save(f"{place}/other", TREE)
     with pytest.raises(hf.errors.OptionError, match=r"gave 0 values for 2 leaves: text/vocabulary \(.*Vocabul"):
-        hf.Checkpointer(hf.PyTreeCheckpointHandler(type_handler_registry=registry)).restore(place)
-
-
-def _fail(*_: Any) -> Any:
-    raise KeyError("word")
+        forgetful.restore(place)
+    with pytest.raises(hf.errors.UnsupportedLeafError, match="text/vocabulary: its facts are not JSON"):
+        odd.save(f"{place}/other", TREE)
+    with pytest.raises(hf.errors.UnsupportedLeafError, match="text: words are text"):
+        checkpointer.save(f"{place}/other", {"text": Vocabulary([1])})  # type: ignore[list-item]
+    with pytest.raises(hf.CheckpointNotFoundError):
+        hf.load(f"{place}/other")
 
 
 @pytest.mark.parametrize("method", ["param_infos", "snapshot", "serialize", "deserialize"])
 def test_errors_say_where(place: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise KeyError("word")
+
+    def save_and_restore() -> None:
+        checkpointer.save(place, TREE)
+        checkpointer.wait_until_finished()
+        checkpointer.restore(place)
+
     handler = VocabularyHandler()
-    monkeypatch.setattr(handler, method, _fail)
-    registry = hf.type_handlers.TypeHandlerRegistry({Vocabulary: handler})
-    with hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler(type_handler_registry=registry)) as checkpointer:
+    monkeypatch.setattr(handler, method, fails)
+    with hf.AsyncCheckpointer(trees_with(handler)) as checkpointer:
         with pytest.raises((KeyError, hf.SaveFailedError)) as caught:
-            _save_and_restore(checkpointer, place)
+            save_and_restore()
         told = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
         assert f"raised by {method} of the TypeHandler 'vocabulary' for text/vocabulary (" in told
         assert "Vocabulary), rest/1 (" in told
         assert method != "serialize" or " in " in told.splitlines()[-1]
         assert method != "deserialize" or (told.endswith("/state") and len(caught.value.__notes__) == 1)
-
-
-def _save_and_restore(checkpointer: hf.AsyncCheckpointer, place: str) -> None:
-    checkpointer.save(place, TREE)
-    checkpointer.wait_until_finished()
-    checkpointer.restore(place)
-
-
-def test_facts_are_json(place: str) -> None:
-    class Odd(VocabularyHandler):
-        def param_infos(self, values: Sequence[Any], names: Sequence[str]) -> list[hf.type_handlers.ParamInfo]:
-            facts: Mapping[str, Any] = {"fact": object()}
-            return [hf.type_handlers.ParamInfo(name=name, facts=facts) for name in names]
-
-    registry = hf.type_handlers.TypeHandlerRegistry({Vocabulary: Odd()})
-    with pytest.raises(hf.errors.UnsupportedLeafError, match="text/vocabulary: its facts are not JSON"):
-        hf.Checkpointer(hf.PyTreeCheckpointHandler(type_handler_registry=registry)).save(place, TREE)
-    with pytest.raises(hf.CheckpointNotFoundError):
-        hf.load(place)
 
 
 @pytest.mark.parametrize("to", ["safetensors", "torch", "orbax"])
@@ -298,8 +269,7 @@ def test_coroutines_and_futures(place: str) -> None:
             found: list[Any] = super().deserialize(infos, args)
             return found
 
-    registry = hf.type_handlers.TypeHandlerRegistry({Vocabulary: Asynchronous()})
-    with hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler(type_handler_registry=registry)) as checkpointer:
+    with hf.AsyncCheckpointer(trees_with(Asynchronous())) as checkpointer:
         checkpointer.save(place, TREE)
         assert checkpointer.restore(place)["text"] == TREE["text"]
     assert hf.verify(place).ok

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.manager.runs import reading, saved
+from tests.manager.runs import opened, reading, saved
 
 import holdfast as hf
 from holdfast.engine.checkpoint import PendingCheckpoint
@@ -41,20 +41,14 @@ def train(directory: Path, steps: int, *, error: int = 0, told: int = 0) -> None
                 raise RuntimeError("a mistake")
 
 
-def test_a_run_whose_restore_is_refused_has_failed_before_its_first_step(tmp_path: Path) -> None:
-    train(tmp_path, 2)
-    with pytest.raises(hf.TreeMismatchError), hf.CheckpointCallback(tmp_path) as checkpoint:
-        checkpoint.restore_or_initialize({"w": np.zeros(4)})
-    assert names_in(tmp_path)[-2:] == ["started", "failed"]
-    assert events_in(tmp_path)[-1]["step"] is None
-
-
 def test_the_life_of_a_run(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="a mistake"):
         train(tmp_path, 9, error=3)
     train(tmp_path, 9, told=5)
     train(tmp_path, 8)
     train(tmp_path, 8)
+    with pytest.raises(hf.TreeMismatchError), hf.CheckpointCallback(tmp_path) as checkpoint:
+        checkpoint.restore_or_initialize({"w": np.zeros(4)})
 
     found = [(event["event"], event.get("step", event.get("newest"))) for event in events_in(tmp_path)]
     assert sorted(found[:3], key=str) == sorted([("started", None), ("failed", 3), ("saved", 2)], key=str)
@@ -62,10 +56,11 @@ def test_the_life_of_a_run(tmp_path: Path) -> None:
         *(("started", 2), ("restored", 2), ("witness", 3), ("saved", 4), ("saved", 5), ("preempted", 5)),
         *(("started", 5), ("restored", 5), ("witness", 6), ("saved", 6), ("saved", 8), ("finished", 8)),
         *(("started", 8), ("restored", 8), ("finished", 8)),
+        *(("started", 8), ("failed", None)),  # before its first step
     ]
     facts = next(event for event in events_in(tmp_path) if event["event"] == "saved").keys()
     assert {"reason", "bytes", "blocked_seconds", "total_seconds", "time", "run"} <= facts
-    assert len({event["run"] for event in events_in(tmp_path)}) == 4
+    assert len({event["run"] for event in events_in(tmp_path)}) == 5
 
 
 def test_damaged_steps_that_a_run_passes_over(tmp_path: Path) -> None:
@@ -205,21 +200,12 @@ def test_what_saves_and_late_metrics_say(tmp_path: Path) -> None:
             manager.wait_until_finished()
         manager.record_metrics(2, {"accuracy": 0.5})
         manager.restore(2)
+        note_resume(manager, 2)  # a step that a run goes on from is named once
     first, *_, last, late, restored, _ = events_in(tmp_path)[1:]
     assert list(first["metrics"]) == list(many)[:64]
     assert (last["metrics"], late["event"], late["metrics"]) == ({"loss": 2}, "metrics", {"accuracy": 0.5})
     assert (first["shared_bytes"], last["shared_bytes"] > last["bytes"]) == (0, True)
     assert restored["seconds"] > 0
-
-
-def test_a_step_that_a_run_goes_on_from_is_named_once(tmp_path: Path) -> None:
-    with hf.CheckpointManager(tmp_path) as manager:
-        manager.save(1, TREE)
-        manager.restore(1)
-        note_resume(manager, 1)
-        manager.save(2, TREE)
-        note_resume(manager, 1)
-    assert [event["step"] for event in events_in(tmp_path) if event["event"] == "restored"] == [1, 1]
 
 
 @pytest.mark.parametrize("call", [lambda run: run.save(2, {"w": 1}), lambda run: run.wait_until_finished()])
@@ -250,38 +236,48 @@ def test_listeners_hear_what_is_written(tmp_path: Path, caplog: pytest.LogCaptur
         event["event"] = "spoilt"
         raise ConnectionError("no answer")
 
-    with hf.CheckpointManager(tmp_path) as manager:
+    with caplog.at_level(logging.INFO, "holdfast"), hf.CheckpointManager(tmp_path) as manager:
         manager.events.add_listener(fails)
         manager.events.add_listener(heard.append)
-        for step in (1, 2):
-            manager.save(step, TREE)
+        for step, reason in ((1, None), (2, "why not")):
+            manager.save(step, TREE, reason=reason)
     assert hf.CheckpointManager(tmp_path).all_steps() == [1, 2]
     assert heard == events_in(tmp_path)
     assert [event["event"] for event in heard] == spoilt == ["started", "saved", "saved", "closed"]
+    assert [(event["step"], event["reason"]) for event in heard[1:3]] == [(1, "every step"), (2, "why not")]
+    for event in heard[1:3]:
+        assert event["bytes"] >= 24
+        assert 0 < event["blocked_seconds"] <= event["total_seconds"]
+    assert [line for line in caplog.messages if line.startswith("saved step 2 (why not): ")]
     (said,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert "the listener test_listeners_hear_what_is_written.<locals>.fails failed" in said
     assert said.endswith("ConnectionError: no answer")
 
 
 def test_copies_to_and_from_a_mirror(tmp_path: Path) -> None:
-    options = hf.CheckpointManagerOptions(mirror=tmp_path / "mirror")
-    for directory in ("one", "two"):
-        with hf.CheckpointManager(tmp_path / directory, options=options) as manager:
-            if directory == "one":
-                manager.save(1, TREE)
-            manager.restore(1)
-    copied = next(event for event in events_in(tmp_path / "one") if event["event"] == "mirrored")
-    fetched = next(event for event in events_in(tmp_path / "two") if event["event"] == "fetched")
+    mirror = str(tmp_path / "mirror")
+    saved(tmp_path / "one", 1, mirror=mirror)
+    with opened(tmp_path / "two", mirror=mirror) as manager:
+        manager.restore(1)
+    (copied,) = (event for event in events_in(tmp_path / "one") if event["event"] == "mirrored")
+    (fetched,) = (event for event in events_in(tmp_path / "two") if event["event"] == "fetched")
     assert (copied["step"], fetched["step"]) == (1, 1)
-    assert copied["mirror"] == fetched["mirror"] == str(tmp_path / "mirror")
+    assert copied["mirror"] == fetched["mirror"] == mirror
     assert fetched["bytes"] == copied["bytes"] > 24
 
 
-def test_an_event_after_the_death_of_a_run(tmp_path: Path) -> None:
+def test_numbers_that_json_lacks_and_an_event_after_the_death_of_a_run(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
+    with hf.CheckpointManager(tmp_path) as manager:
+        manager.acquire()
+        manager.events.write("of the program", loss=float("nan"), place=tmp_path, more=[float("inf")])
+        manager.events.write("finished", step=3)
+    assert names_in(tmp_path) == ["started", "of the program", "finished"], "the program notes its end itself"
+    last = json.loads(path.read_text().splitlines()[1])
+    assert (last["loss"], last["place"], last["more"]) == (None, str(tmp_path), [None])
     path.write_bytes(b'{"event": "a"}\n{"event": "tor')
     events.append_after_death(path, {"event": "ended", "how": "crashed", "seconds": float("inf")})
-    assert read_events(path)[0] == [{"event": "a"}, {"event": "ended", "how": "crashed", "seconds": None}]
+    assert events_in(tmp_path) == [{"event": "a"}, {"event": "ended", "how": "crashed", "seconds": None}]
 
 
 @pytest.mark.parametrize(
@@ -296,13 +292,3 @@ def test_an_event_after_the_death_of_a_run(tmp_path: Path) -> None:
 )
 def test_numbers_for_loggers(event: dict[str, Any], numbers: dict[str, float]) -> None:
     assert hf.event_scalars(event) == {f"checkpoint/{name}": value for name, value in numbers.items()}
-
-
-def test_numbers_that_json_lacks(tmp_path: Path) -> None:
-    with hf.CheckpointManager(tmp_path) as manager:
-        manager.acquire()
-        manager.events.write("of the program", loss=float("nan"), place=tmp_path, more=[float("inf")])
-        manager.events.write("finished", step=3)
-    assert names_in(tmp_path) == ["started", "of the program", "finished"], "the program notes its end itself"
-    last = json.loads((tmp_path / "events.jsonl").read_text().splitlines()[1])
-    assert (last["loss"], last["place"], last["more"]) == (None, str(tmp_path), [None])

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.clocks import FakeClock
-from tests.manager.runs import reading
+from tests.manager.runs import opened, reading
 
 import holdfast as hf
 
@@ -21,7 +21,7 @@ OPTIONS = {"best_fn": "return", "best_mode": "max", "max_to_keep": 1, "keep_late
 
 
 def trainer(directory: Path | str, **options: Any) -> hf.CheckpointManager:
-    return hf.CheckpointManager(directory, options=hf.CheckpointManagerOptions(**{**OPTIONS, **options}))
+    return opened(directory, **{**OPTIONS, **options})
 
 
 def save(run: hf.CheckpointManager, *steps: int, **options: Any) -> None:

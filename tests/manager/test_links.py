@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.manager.runs import saved
+from tests.manager.runs import opened, saved
 
 import holdfast as hf
 from holdfast.cli.main import main
@@ -45,7 +45,7 @@ def run(tmp_path: Path, other: Path) -> Path:
 
 def test_retention_removes_a_link_and_leaves_the_step(run: Path, other: Path) -> None:
     before = content(other)
-    with hf.CheckpointManager(run, options=hf.CheckpointManagerOptions(max_to_keep=1)) as manager:
+    with opened(run, max_to_keep=1) as manager:
         assert manager.all_steps() == [1, 2, 4]
         np.testing.assert_array_equal(manager.restore(4, tree(0))["w"], tree(4)["w"])
         manager.save(5, tree(5))

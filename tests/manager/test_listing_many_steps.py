@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.manager.runs import opened
 
 import holdfast as hf
 from holdfast.engine.steps import read_record
@@ -44,7 +45,7 @@ def test_the_index_of_an_earlier_version_is_not_read_and_goes_with_the_next_run(
     index = run / "steps.log"
     index.write_bytes(content)
     assert len(hf.list_checkpoints(run)) == COUNT
-    with hf.CheckpointManager(run, options=hf.CheckpointManagerOptions(read_only=True)) as reader:
+    with opened(run, read_only=True) as reader:
         assert len(reader.all_steps()) == COUNT
     assert index.exists()
     with hf.CheckpointManager(run) as manager:

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.processes.threads import memory_coordinators, together
+from tests.manager.runs import flip, opened
+from tests.processes.threads import memory_coordinators, together, unwrap
 
 import holdfast as hf
 from holdfast.cli.main import main
@@ -82,11 +83,7 @@ class Hosts:
             finally:
                 stop(manager)
 
-        found = together(self.count, one, timeout=60)
-        for each in found:
-            if isinstance(each, BaseException):
-                raise each
-        return found
+        return unwrap(together(self.count, one, timeout=60))
 
     def train(self, first: int, last: int) -> Hosts:
         self.run(lambda manager: trains(manager, first, last, self.size))
@@ -183,26 +180,20 @@ def test_another_number_of_processes_resumes(tmp_path: Path) -> None:
     assert hosts.resume() == (10, 0), "no local step is whole"
 
 
-def test_the_directory_counts_where_it_is_newer(tmp_path: Path) -> None:
-    hosts = Hosts(tmp_path, 2, every=8).train(1, 15)
-    assert hosts.resume() == (10, 0)
-
-
-def test_a_step_of_the_directory_that_was_replaced_counts(tmp_path: Path) -> None:
+def test_a_later_save_of_a_step_replaces_its_local_one(tmp_path: Path) -> None:
     hosts = Hosts(tmp_path, 1)
 
-    def saved(*values: int) -> Callable[[hf.CheckpointManager], Any]:
-        def work(manager: hf.CheckpointManager) -> Any:
-            found = manager.restore_latest()
-            for value in values:
-                manager.save(10, tree(value), force=True)
-            manager.wait_until_finished()
-            return None if found is None else found.items["step"], manager.restore(10)["step"]
+    def work(manager: hf.CheckpointManager) -> None:
+        trains(manager, 1, 10)
+        manager.save(10, tree(11), force=True)
+        manager.wait_until_finished()
+        assert manager.restore(10)["step"] == 11
 
-        return work
-
-    assert hosts.run(saved(1, 2)) == [(None, 2)]
-    assert hosts.run(saved(3)) == [(2, 3)]
+    hosts.run(work)
+    (restored,) = hosts.run(lambda manager: manager.restore_latest())
+    assert restored.items["step"] == 11
+    damage(tmp_path / "store" / "10", "state")
+    assert hosts.resume()[0] == 8
 
 
 def test_a_local_step_has_no_record_in_the_directory_to_be_changed(tmp_path: Path) -> None:
@@ -236,19 +227,6 @@ def test_a_step_that_only_the_hosts_have_is_resumed_by_its_number(tmp_path: Path
         assert equal(callback.manager.restore(14)["state"], 14)
 
 
-def test_an_older_local_step_is_restored_by_its_number(tmp_path: Path) -> None:
-    hosts = Hosts(tmp_path, 2).train(1, 15)
-    shutil.rmtree(hosts.place(1))
-
-    def work(manager: hf.CheckpointManager) -> bool:
-        found = manager.restore(12)
-        manager.processes.barrier("both have read")
-        return equal(found, 12)
-
-    assert hosts.run(work) == [True, True]
-    assert hosts.resume()[0] == 14, "nothing was saved since"
-
-
 def test_a_local_step_of_a_branch_that_was_left_is_refused_by_its_number(tmp_path: Path) -> None:
     hosts = Hosts(tmp_path, 1).train(1, 15)
 
@@ -278,6 +256,7 @@ def test_local_steps_stand_in_for_a_damaged_step_of_the_directory(
     tmp_path: Path, every: int, found: int, damaged: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     hosts = Hosts(tmp_path, 2, every=every).train(1, 21)
+    assert hosts.resume() == (20, 0), "the newest step counts, wherever it is"
     damage(tmp_path / "store" / "20", damaged)
     shutil.rmtree(hosts.place(1))
     assert hosts.resume()[0] == found
@@ -299,19 +278,6 @@ def test_a_local_step_of_another_branch_does_not_stand_in(tmp_path: Path) -> Non
     assert hosts.resume()[0] == 10
 
 
-def test_a_local_step_that_a_later_save_of_the_same_step_has_replaced_does_not_stand_in(tmp_path: Path) -> None:
-    hosts = Hosts(tmp_path, 1)
-
-    def work(manager: hf.CheckpointManager) -> None:
-        trains(manager, 1, 10)
-        manager.save(10, tree(11), force=True)
-        manager.wait_until_finished()
-
-    hosts.run(work)
-    damage(tmp_path / "store" / "10", "state")
-    assert hosts.resume()[0] == 8
-
-
 def test_local_steps_do_not_count_after_a_run_without_them(tmp_path: Path) -> None:
     hosts = Hosts(tmp_path, 1).train(1, 15)
     with hf.CheckpointManager(tmp_path / "store") as manager:
@@ -322,12 +288,6 @@ def test_local_steps_do_not_count_after_a_run_without_them(tmp_path: Path) -> No
         manager.restore(10)
         manager.save(12, tree(12))
     assert hosts.resume()[0] == 12
-
-
-def test_another_prefix_is_another_run(tmp_path: Path) -> None:
-    hosts = Hosts(tmp_path, 1).train(1, 5)
-    assert hosts.run(lambda manager: manager.restore_latest(), step_prefix="other") == [None]
-    assert hosts.resume()[0] == 4
 
 
 def test_a_directory_that_was_moved_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -426,18 +386,7 @@ def test_what_earlier_starts_have_left_goes_before_the_first_local_save(tmp_path
 
 def damage(step: Path, what: str) -> None:
     """Damages the data of a step of the directory, or its record."""
-    flip(
-        step / "checkpoint.json"
-        if what == "record"
-        else max(step.glob("state*/d/*"), key=lambda file: file.stat().st_size)
-    )
-
-
-def flip(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[8 if ".ocdbt" in file.name else 0] ^= 1
-    file.chmod(0o600)
-    file.write_bytes(content)
+    flip(step / "checkpoint.json" if what == "record" else max(step.glob("state*/d/*"), key=lambda f: f.stat().st_size))
 
 
 def newest(folder: Path) -> Path:
@@ -445,25 +394,21 @@ def newest(folder: Path) -> Path:
     return max((run / "own").iterdir())
 
 
-@pytest.mark.parametrize("name", ["d/index", "manifest.ocdbt", "tree.json", "data"])
+@pytest.mark.parametrize("name", ["d/index", "manifest.ocdbt", "tree.json", "d/*.0.*"])
 def test_a_flipped_bit_is_found_where_it_lies_and_the_copy_counts(
     tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     hosts = Hosts(tmp_path, 2).train(1, 15)
-    state = newest(hosts.place(0)) / "state"
-    flip(next((state / "d").glob("*.0.*")) if name == "data" else state / name)
+    (file,) = (newest(hosts.place(0)) / "state").glob(name)
+    flip(file, 8)
     step, from_peers = hosts.resume()
     assert step == 14
     assert from_peers > 0
     assert "1 files of the local step 14 are damaged on this host" in caplog.text
-
-
-def test_damage_of_every_copy_goes_back_to_an_older_local_step(tmp_path: Path) -> None:
-    hosts = Hosts(tmp_path, 2).train(1, 15)
     for place in tmp_path.glob("host*/*/*"):
-        for file in max(place.iterdir()).glob("state/d/*.1.*"):
-            flip(file)
-    assert hosts.resume()[0] == 12
+        for copy in max(place.iterdir()).glob("state/d/*.1.*"):
+            flip(copy)
+    assert hosts.resume()[0] == 12, "every copy is damaged"
 
 
 def test_a_local_step_that_is_damaged_after_it_was_verified_is_passed_over(
@@ -497,25 +442,22 @@ def test_another_run_is_never_taken(tmp_path: Path) -> None:
     assert len(list(hosts.place(0).iterdir())) == 3, "the local steps of the other runs stay"
 
 
-@pytest.mark.parametrize("by", ["manager", "command"])
-def test_deleted_steps_do_not_come_back(tmp_path: Path, by: str) -> None:
+@pytest.mark.parametrize(("by", "left"), [("the run", 8), ("another manager", 8), ("a command", 12)])
+def test_deleted_steps_do_not_come_back(tmp_path: Path, by: str, left: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where the directory has no later step, as for the command."""
     hosts = Hosts(tmp_path, 2, store=4).train(1, 15)
-    if by == "manager":
-        hosts.run(lambda manager: manager.delete_after(8))
-    else:
+    if by == "the run":
+        hosts.run(lambda manager: manager.delete_after(left))
+    elif by == "another manager":
         with hf.CheckpointManager(tmp_path / "store") as manager:
-            manager.delete_after(8)
-    assert hosts.resume() == (8, 0)
-    hosts.train(9, 10)
-    assert hosts.resume()[0] == 10
+            manager.delete_after(left)
+    else:
+        assert main(["rollback", str(tmp_path / "store"), str(left), "--yes"]) == 0
+        assert f"local steps of the hosts in {hosts.place(0)} no longer count" in capsys.readouterr().out
+    assert hosts.resume() == (left, 0)
+    hosts.train(left + 1, left + 2)
+    assert hosts.resume()[0] == left + 2
     assert all(len(list(hosts.place(host).iterdir())) == 1 for host in (0, 1)), "those of before are removed"
-
-
-def test_a_rollback_to_the_newest_step_leaves_local_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    hosts = Hosts(tmp_path, 1).train(1, 15)
-    assert main(["rollback", str(tmp_path / "store"), "10", "--yes"]) == 0
-    assert f"local steps of the hosts in {hosts.place(0)} no longer count" in capsys.readouterr().out
-    assert hosts.resume() == (10, 0)
 
 
 def test_later_steps_of_a_branch_that_was_left_are_removed(tmp_path: Path) -> None:
@@ -573,8 +515,7 @@ def test_one_host_has_no_copies_and_says_so(tmp_path: Path, caplog: pytest.LogCa
 def test_a_run_that_ends_leaves_no_local_steps(tmp_path: Path) -> None:
     local = hf.Local(tmp_path / "memory", every=2, copies=0)
     for last, left in ((10, 0), (12, 1)):
-        options = hf.CheckpointManagerOptions(save_interval_steps=10, local=local)
-        with hf.CheckpointManager(tmp_path / "store", options=options) as manager:
+        with opened(tmp_path / "store", save_interval_steps=10, local=local) as manager:
             for step in range(last - 9, last + 1):
                 manager.save(step, tree(step))
         assert len(list((tmp_path / "memory").iterdir())) == left, "what the directory lacks stays"
@@ -885,12 +826,14 @@ def test_a_local_save_under_way_does_not_bring_back_what_is_deleted(
     assert hosts.resume()[0] == 10
 
 
-def test_each_prefix_has_a_history_of_its_own(tmp_path: Path) -> None:
+def test_each_prefix_is_a_run_with_a_history_of_its_own(tmp_path: Path) -> None:
     hosts = Hosts(tmp_path, 1)
     for prefix in ("gen", "ema"):
         hf.save(tmp_path / "store" / f"{prefix}_1", tree(1))
     hosts.run(lambda manager: trains(manager, 2, 18), step_prefix="gen")
-    with hf.CheckpointManager(tmp_path / "store", options=hf.CheckpointManagerOptions(step_prefix="ema")) as manager:
+    (found,) = hosts.run(lambda manager: manager.restore_latest(), step_prefix="ema")
+    assert found.step == 1
+    with opened(tmp_path / "store", step_prefix="ema") as manager:
         manager.save(5, tree(5), force=True)
     assert hosts.run(lambda manager: manager.latest_step(), step_prefix="gen") == [18]
 
@@ -932,17 +875,25 @@ def test_processes_that_see_different_steps_look_for_one_together(tmp_path: Path
     assert hosts.run(work, barrier_timeout_secs=5) == [12, 12]
 
 
-def test_a_step_that_this_run_has_saved_locally_is_for_the_next_start(tmp_path: Path) -> None:
-    hosts = Hosts(tmp_path, 1)
+def test_an_older_local_step_is_restored_by_its_number_at_the_next_start(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, 2)
 
-    def work(manager: hf.CheckpointManager) -> None:
-        trains(manager, 1, 18)
-        expected = rf"the hosts have step 16 in {hosts.place(0)}, where only a new start of the program reads it"
+    def refused(manager: hf.CheckpointManager) -> None:
+        trains(manager, 1, 15)
+        place = hosts.place(manager.processes.index)
+        expected = rf"the hosts have step 12 in {place}, where only a new start of the program reads it"
         with pytest.raises(hf.errors.CheckpointNotFoundError, match=expected):
-            manager.restore(16)
+            manager.restore(12)
 
-    hosts.run(work)
-    assert hosts.run(lambda manager: manager.restore(16)["step"]) == [16]
+    def restored(manager: hf.CheckpointManager) -> bool:
+        found = manager.restore(12)
+        manager.processes.barrier("both have read")
+        return equal(found, 12)
+
+    hosts.run(refused)
+    shutil.rmtree(hosts.place(1))
+    assert hosts.run(restored) == [True, True]
+    assert hosts.resume()[0] == 14, "nothing was saved since"
 
 
 def test_a_local_step_stands_in_for_a_named_damaged_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

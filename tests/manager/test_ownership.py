@@ -14,13 +14,14 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.cli.commands import error_of
-from tests.manager.runs import HeldHandler, reading
+from tests.manager.runs import HeldHandler, opened, reading
 
 import holdfast as hf
 from holdfast.engine.observer import Observer, Point
@@ -143,20 +144,8 @@ def test_the_newer_manager_takes_over(tmp_path: Path, kind: str) -> None:
     assert newer.all_steps() == [1, 2, 3]
 
 
-def in_a_thread(work: Callable[[], object]) -> tuple[threading.Thread, list[BaseException | None]]:
-    ended: list[BaseException | None] = []
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:
-            ended.append(error)
-        else:
-            ended.append(None)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    return thread, ended
+def in_a_thread(work: Callable[[], object]) -> Future[object]:
+    return ThreadPoolExecutor(1).submit(work)
 
 
 def test_a_step_committed_during_the_first_look_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +179,7 @@ def test_a_newer_manager_waits_for_a_save_that_another_thread_begins(tmp_path: P
     slow = HeldHandler()
     older = hf.CheckpointManager(tmp_path, hf.AsyncCheckpointer(slow))
     older.acquire()
-    saving, _ = in_a_thread(lambda: older.save(1, TREE))
+    saving = in_a_thread(lambda: older.save(1, TREE))
     assert slow.begun.wait(60)
     newer, acquired = hf.CheckpointManager(tmp_path), threading.Event()
 
@@ -201,14 +190,13 @@ def test_a_newer_manager_waits_for_a_save_that_another_thread_begins(tmp_path: P
         newer.save(1, TREE, force=True)
         newer.wait_until_finished()
 
-    taking, ended = in_a_thread(go_on)
+    taking = in_a_thread(go_on)
     assert not acquired.wait(0.3), "the older manager is about to save"
     slow.snapshot.set()
     assert slow.writing.wait(60)
     slow.written.set()
     for thread in (saving, taking):
-        thread.join()
-    assert ended == [None]
+        thread.result()
     with pytest.raises(hf.errors.OwnershipError):
         older.save(2, TREE)
     older.close()
@@ -221,8 +209,7 @@ def test_a_newer_manager_waits_for_a_save_whose_listener_pins_its_step(
 ) -> None:
     handler = HeldHandler()
     handler.snapshot.set()
-    options = hf.CheckpointManagerOptions(save_timeout_secs=5)
-    older = hf.CheckpointManager(tmp_path, hf.AsyncCheckpointer(handler), options)
+    older = opened(tmp_path, hf.AsyncCheckpointer(handler), save_timeout_secs=5)
     older.save(1, {"a": 1})
     join = older._background.join
 
@@ -254,7 +241,7 @@ def test_nothing_hangs_that_waits_for_a_save_whose_listener_changes_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, event: str, change: str, follows: str
 ) -> None:
     local = hf.Local(tmp_path / "local", every=1, copies=0)
-    older = hf.CheckpointManager(tmp_path / "run", options=hf.CheckpointManagerOptions(local=local))
+    older = opened(tmp_path / "run", local=local)
     assert older._local is not None
     saves = older._background if event == "saved" else older._local.background
     join, awaited, changed = saves.join, threading.Event(), threading.Event()
@@ -281,12 +268,8 @@ def test_nothing_hangs_that_waits_for_a_save_whose_listener_changes_the_run(
             older.save_locally(2, TREE)
             older.wait_until_finished()
 
-    thread, _ = in_a_thread(follow)
-    thread.join(30)
-    assert not thread.is_alive()
-    closing, _ = in_a_thread(older.close)
-    closing.join(30)
-    assert not closing.is_alive()
+    for work in (follow, older.close):
+        in_a_thread(work).exception(30)  # which may be any, but has to come
     assert changed.is_set()
 
 
@@ -305,14 +288,14 @@ def test_nothing_is_saved_after_another_thread_has_closed(tmp_path: Path, monkey
         real(thread, timeout)
 
     monkeypatch.setattr(Helper, "join", join)
-    saving, ended = in_a_thread(lambda: manager.save(2, TREE))
+    saving = in_a_thread(lambda: manager.save(2, TREE))
     assert waiting.acquire(timeout=60), "it waits for the first save"
-    closing, _ = in_a_thread(manager.close)
+    closing = in_a_thread(manager.close)
     assert waiting.acquire(timeout=60), "and so does the end"
     slow.written.set()
-    for thread in (saving, closing):
-        thread.join()
-    assert isinstance(ended[0], hf.errors.StateError)
+    closing.result()
+    with pytest.raises(hf.errors.StateError):
+        saving.result()
     assert not manager.is_saving_in_progress()
     assert not (tmp_path / "2").exists()
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from tests.manager.runs import reading, saved
+from tests.manager.runs import opened, reading, saved
 from tests.processes.threads import MemoryCoordinator, together
 
 import holdfast as hf
@@ -30,6 +30,8 @@ def test_steps_that_were_left_are_replaced_and_told_of_once(place: str, caplog: 
         manager.restore(1)
         assert not manager.should_save(1)
         assert manager.should_save(2), "what is there is of the other branch"
+        with pytest.raises(hf.errors.UnsupportedLeafError):
+            manager.save(2, {"branch": object()})
         for step in range(2, 6):
             assert manager.save(step, {"branch": "new"})
             assert not manager.should_save(step)
@@ -41,7 +43,7 @@ def test_steps_that_were_left_are_replaced_and_told_of_once(place: str, caplog: 
 
 def test_what_is_saved_after_going_back_is_not_deleted_at_once(place: str) -> None:
     trained(place, 10, 20, 30)
-    with hf.CheckpointManager(place, options=hf.CheckpointManagerOptions(max_to_keep=2)) as manager:
+    with opened(place, max_to_keep=2) as manager:
         manager.restore(10)
         manager.save(11, {"branch": "new"})
         manager.wait_until_finished()
@@ -122,20 +124,9 @@ def test_a_run_that_restores_nothing_is_told(place: str, caplog: pytest.LogCaptu
     assert "this run has not restored the later steps that are there (10, 11, 12, 13, ..., 17, 18, 19)" in warning
 
 
-def test_a_step_that_could_not_be_replaced_is_still_due(place: str) -> None:
-    trained(place, 1, 2)
-    with hf.CheckpointManager(place) as manager:
-        manager.restore(1)
-        with pytest.raises(hf.errors.UnsupportedLeafError):
-            manager.save(2, {"branch": object()})
-        assert manager.save(2, {"branch": "new"})
-        assert branches(manager) == {1: "old", 2: "new"}
-
-
 @pytest.mark.parametrize("after", [True, False])
 def test_what_was_deleted_is_saved_again_and_the_interval_counts_from_what_is_left(after: bool, tmp_path: Path) -> None:
-    options = hf.CheckpointManagerOptions(save_interval_steps=10)
-    with hf.CheckpointManager(tmp_path, options=options) as run:
+    with opened(tmp_path, save_interval_steps=10) as run:
         for step in (10, 20, 30):
             assert run.save(step, {"w": 1.0})
             run.wait_until_finished()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.cli.commands import output_of
-from tests.manager.runs import saved
+from tests.manager.runs import opened, saved
 
 import holdfast as hf
 from holdfast.engine import steps as steps_of_a_directory
@@ -74,7 +74,7 @@ def test_earlier_versions_refuse_a_run_with_such_names(
     saves(place, 15, width=4)
     monkeypatch.setattr(steps_of_a_directory, "STEP_FOLDER", EARLIER)
     with pytest.raises(hf.errors.CheckpointExistsError, match="zero-padded_0"):
-        hf.CheckpointManager(place, options=hf.CheckpointManagerOptions(**options))
+        opened(place, **options)
     with pytest.raises(hf.errors.FormatVersionError, match="upgrade holdfast to read it"):
         hf.load(place)
 
@@ -103,8 +103,7 @@ def test_the_mirror_has_such_names_and_gives_the_steps_back(tmp_path: Path) -> N
 def test_local_steps_count_in_such_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     local = hf.Local(tmp_path / "memory", every=1, copies=0)
     for start in (0, 3):
-        options = hf.CheckpointManagerOptions(save_interval_steps=2, step_name_width=6, local=local)
-        with hf.CheckpointManager(tmp_path / "run", options=options) as manager:
+        with opened(tmp_path / "run", save_interval_steps=2, step_name_width=6, local=local) as manager:
             restored = manager.restore_latest()
             assert (0 if restored is None else restored.step) == start
             for step in range(start + 1, start + 4):

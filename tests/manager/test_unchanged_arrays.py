@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from tests.equality import assert_same
 from tests.events import heard
+from tests.manager.runs import opened
 
 import holdfast as hf
 from holdfast.components import Checkpointable, ComponentCheckpointHandler
@@ -46,7 +47,7 @@ def tree(step: int, frozen: NDArray[Any] | None = None) -> Tree:
 
 
 def manager(run: Path, **options: Any) -> hf.CheckpointManager:
-    return hf.CheckpointManager(run, options=hf.CheckpointManagerOptions(**options))
+    return opened(run, **options)
 
 
 def save(run: hf.CheckpointManager, step: int, items: Any, **arguments: Any) -> dict[str, Any]:
