@@ -5,19 +5,19 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable
 from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.equality import assert_same
 
 import holdfast as hf
 
 
 def test_a_checkpoint_has_the_values_of_the_moment_at_which_the_call_returned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, assert_same: Callable[[Any, Any], None]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch = pytest.importorskip("torch")
     changed, real = threading.Event(), os.pwrite

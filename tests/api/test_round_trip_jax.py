@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.equality import assert_same
 
 import holdfast as hf
 
@@ -19,7 +19,6 @@ flax_state: Any = pytest.importorskip("flax.training.train_state")
 
 jnp = jax.numpy
 NamedSharding, P = jax.sharding.NamedSharding, jax.sharding.PartitionSpec
-Same = Callable[[Any, Any], None]
 SMALL = hf.Layout(chunk_bytes=4096, segment_bytes=8192, data_file_bytes=32768)
 
 DTYPES = [
@@ -47,7 +46,7 @@ def assert_placed(found: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_dtype(dtype: str, place: str, assert_same: Same) -> None:
+def test_every_dtype(dtype: str, place: str) -> None:
     values = np.random.default_rng(0).integers(0, 2, (5, 7)).astype(np.float32)
     array = jnp.asarray(values.astype(jnp.dtype(dtype)))
     tree = {"array": array, "empty": array[:, :0], "scalar": array[2, 3]}
@@ -68,12 +67,13 @@ def own_implementation() -> Any:
 
 
 @pytest.mark.parametrize("implementation", ["threefry2x32", "rbg", "unsafe_rbg", "own"])
-def test_typed_keys(implementation: Any, place: str, assert_same: Same) -> None:
+def test_typed_keys(implementation: Any, place: str) -> None:
     if implementation == "own":
         implementation = own_implementation()
     tree = {
         "one": jax.random.key(3, impl=implementation),
         "many": jax.random.split(jax.random.key(4, impl=implementation), (2, 3)),
+        "spread": jax.device_put(jax.random.split(jax.random.key(5), 8), NamedSharding(mesh(x=4), P("x"))),
         "old": jax.random.PRNGKey(5),
     }
     hf.save(place, tree)
@@ -85,6 +85,8 @@ def test_typed_keys(implementation: Any, place: str, assert_same: Same) -> None:
         assert found["many"].shape == (2, 3)
         assert jax.random.bits(found["one"]) == jax.random.bits(tree["one"])
         assert_same(as_numpy(jax.random.key_data(found["many"])), plain["many"])
+        assert_same(found["spread"], tree["spread"])
+    assert hf.load(place, like=tree)["spread"].sharding == tree["spread"].sharding
     other = "rbg" if implementation != "rbg" else "threefry2x32"
     with pytest.raises(hf.TreeMismatchError, match=f"one: expected key<{other}>.*found key<{implementation}>"):
         hf.load(place, like={**tree, "one": jax.random.key(0, impl=other)})
@@ -106,7 +108,7 @@ SHARDINGS: dict[str, tuple[dict[str, int], tuple[int, ...], Any]] = {
 
 
 @pytest.mark.parametrize("name", SHARDINGS)
-def test_shardings_come_back_and_never_matter(name: str, place: str, assert_same: Same) -> None:
+def test_shardings_come_back_and_never_matter(name: str, place: str) -> None:
     axes, shape, spec = SHARDINGS[name]
     values = np.arange(int(np.prod(shape)), dtype=np.float32).reshape(shape)
     sharded = jax.device_put(values, NamedSharding(mesh(**axes), spec))
@@ -123,21 +125,13 @@ def test_shardings_come_back_and_never_matter(name: str, place: str, assert_same
     assert_same(hf.load(place, like={"w": np.zeros(shape, np.float32)}), {"w": values})
 
 
-def test_keys_on_several_devices(place: str) -> None:
-    keys = jax.device_put(jax.random.split(jax.random.key(0), 8), NamedSharding(mesh(x=4), P("x")))
-    hf.save(place, {"keys": keys})
-    found = hf.load(place, like={"keys": keys})["keys"]
-    assert found.sharding == keys.sharding
-    assert (jax.random.key_data(found) == jax.random.key_data(keys)).all()
-
-
 def make_state(value: float) -> Any:
     params = {f"Dense_{i}": {"bias": jnp.full(3, value), "kernel": jnp.full((3, 3), value)} for i in range(2)}
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.cosine_decay_schedule(1e-3, 10)))
     return flax_state.TrainState.create(apply_fn=print, params=params, tx=optimizer)
 
 
-def test_train_state_with_its_optimizer(place: str, assert_same: Same) -> None:
+def test_train_state_with_its_optimizer(place: str) -> None:
     update = jax.jit(lambda state: state.apply_gradients(grads=state.params))
     state = update(update(make_state(0.5)))
     hf.save(place, state)
@@ -175,7 +169,7 @@ class _Fields:
 Batch: Any = flax.struct.dataclass(_Fields)
 
 
-def test_registered_types(place: str, assert_same: Same) -> None:
+def test_registered_types(place: str) -> None:
     tree = {
         "frozen": flax.core.FrozenDict({"a": jnp.ones(2), "b": {"c": jnp.zeros(3)}}),
         "batch": Batch(jnp.arange(3.0), name="static"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -14,11 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from tests.equality import assert_same
 
 import holdfast as hf
 from holdfast.engine.storage import as_location
-
-Same = Callable[[Any, Any], None]
 
 
 class Point(NamedTuple):
@@ -96,7 +95,7 @@ CONTAINERS: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.parametrize("name", CONTAINERS)
-def test_containers(name: str, place: str, assert_same: Same) -> None:
+def test_containers(name: str, place: str) -> None:
     tree, plain = CONTAINERS[name]
     hf.save(place, tree)
     found = hf.load(place)
@@ -110,7 +109,7 @@ def test_containers(name: str, place: str, assert_same: Same) -> None:
     assert hf.verify(place).ok
 
 
-def test_the_same_array_in_many_places(place: str, assert_same: Same) -> None:
+def test_the_same_array_in_many_places(place: str) -> None:
     shared = [A, A]
     hf.save(place, {"a": shared, "b": shared, "c": A})
     assert_same(hf.load(place), {"a": [A, A], "b": [A, A], "c": A})
@@ -162,8 +161,8 @@ LAYOUTS = st.builds(
 def test_any_tree(tree: Any, layout: hf.Layout) -> None:
     place = f"memory://tests/{uuid.uuid4().hex}"
     hf.save(place, tree, layout=layout)
-    _assert_same(hf.load(place), tree)
-    _assert_same(hf.load(place, like=tree), tree)
+    assert_same(hf.load(place), tree)
+    assert_same(hf.load(place, like=tree), tree)
     as_location(place).remove_tree()
 
 
@@ -178,17 +177,5 @@ def test_any_shape_in_chunks(dtype: str, shape: tuple[int, ...], seed: int) -> N
     random = np.random.default_rng(seed)
     array = random.integers(0, 100, shape).astype(dtype).transpose(random.permutation(len(shape)))
     hf.save(place, [array], layout=hf.Layout(chunk_bytes=4096, segment_bytes=4096, data_file_bytes=65536))
-    _assert_same(hf.load(place), [np.ascontiguousarray(array)])
+    assert_same(hf.load(place), [np.ascontiguousarray(array)])
     as_location(place).remove_tree()
-
-
-_same: list[Same] = []
-
-
-@pytest.fixture(autouse=True)
-def _compare(assert_same: Same) -> None:
-    _same[:] = [assert_same]
-
-
-def _assert_same(found: Any, expected: Any) -> None:
-    _same[0](found, expected)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 from tests.dtypes import DTYPES, EMPTY
+from tests.equality import assert_same
 
 import holdfast as hf
-
-Same = Callable[[Any, Any], None]
 
 SHAPES: list[tuple[int, ...]] = [(), (7,), (3, 4), (0,), (2, 0, 3), (1, 1, 1), (30, 50)]
 SMALL = hf.Layout(chunk_bytes=4096, segment_bytes=8192, data_file_bytes=16384)
@@ -32,7 +30,7 @@ def sample(dtype: np.dtype[Any], shape: tuple[int, ...]) -> Any:
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, *EMPTY], ids=lambda dtype: dtype.name + dtype.str[0])
-def test_arrays_of_every_dtype_and_shape_and_numpy_scalars(dtype: np.dtype[Any], place: str, assert_same: Same) -> None:
+def test_arrays_of_every_dtype_and_shape_and_numpy_scalars(dtype: np.dtype[Any], place: str) -> None:
     arrays = {str(shape): sample(dtype, shape) for shape in SHAPES}
     tree = {**arrays, "scalar": sample(dtype, (3,))[1]}
     hf.save(place, tree, layout=SMALL)
@@ -60,7 +58,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_any_layout_in_memory_in_several_chunks(name: str, place: str, assert_same: Same) -> None:
+def test_any_layout_in_memory_in_several_chunks(name: str, place: str) -> None:
     array = LAYOUTS[name]
     hf.save(place, {"a": array}, layout=SMALL)
     found = hf.load(place)["a"]
@@ -69,7 +67,7 @@ def test_any_layout_in_memory_in_several_chunks(name: str, place: str, assert_sa
     assert found.flags.c_contiguous
 
 
-def test_arrays_of_a_megabyte_and_more(place: str, assert_same: Same) -> None:
+def test_arrays_of_a_megabyte_and_more(place: str) -> None:
     tree = {
         "one_chunk": np.random.default_rng(0).random((512, 513)),
         "many": np.random.default_rng(1).integers(0, 255, 3_000_001, np.uint8),
@@ -86,7 +84,7 @@ class Named(np.ndarray):
     """An array class of a program."""
 
 
-def test_numpy_subclasses_become_arrays(place: str, assert_same: Same) -> None:
+def test_numpy_subclasses_become_arrays(place: str) -> None:
     hf.save(place, {"a": np.rec.array(np.arange(3.0)), "b": np.array(["x", "yz"]).view(Named)})
     assert_same(hf.load(place), {"a": np.arange(3.0), "b": np.array(["x", "yz"])})
 
@@ -104,7 +102,7 @@ VALUES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_python_values(name: str, place: str, assert_same: Same) -> None:
+def test_python_values(name: str, place: str) -> None:
     tree = {"a": [VALUES[name]], "b": VALUES[name]}
     hf.save(place, tree)
     assert_same(hf.load(place), tree)
@@ -115,7 +113,7 @@ def test_python_values(name: str, place: str, assert_same: Same) -> None:
     assert hf.verify(place).ok
 
 
-def test_subclasses_of_values_come_back_as_the_base_type(place: str, assert_same: Same) -> None:
+def test_subclasses_of_values_come_back_as_the_base_type(place: str) -> None:
     class Color(enum.IntEnum):
         RED = 3
 
@@ -149,7 +147,7 @@ def test_unsupported_leaves_are_named_and_leave_nothing_behind(leaf: Any, says: 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_path_that_is_too_long(tmp_path: Any, place: str, assert_same: Same) -> None:
+def test_a_path_that_is_too_long(tmp_path: Any, place: str) -> None:
     with pytest.raises(
         hf.errors.UnsupportedLeafError, match=r"the leaf aü+.* has a path of 60001 bytes, expected at most 60000"
     ):

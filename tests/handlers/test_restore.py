@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -14,6 +13,7 @@ import pytest
 import torch
 from flax.training.train_state import TrainState
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tests.equality import assert_same
 
 import holdfast as hf
 
@@ -49,16 +49,12 @@ def test_arguments_come_before_the_template(place: str, checkpointer: hf.PyTreeC
 
 
 @pytest.mark.parametrize("template", [None, ..., {name: object() for name in TREE}, dict.fromkeys(TREE, ...)])
-def test_as_it_was_saved(
-    place: str, checkpointer: hf.PyTreeCheckpointer, template: Any, assert_same: Callable[[Any, Any], None]
-) -> None:
+def test_as_it_was_saved(place: str, checkpointer: hf.PyTreeCheckpointer, template: Any) -> None:
     assert_same(checkpointer.restore(place, template), TREE)
     assert_same(hf.load(place, like=template), TREE)
 
 
-def test_templates_of_some_entries(
-    place: str, checkpointer: hf.PyTreeCheckpointer, assert_same: Callable[[Any, Any], None]
-) -> None:
+def test_templates_of_some_entries(place: str, checkpointer: hf.PyTreeCheckpointer) -> None:
     found = checkpointer.restore(place, entries={"w": jnp.zeros((4, 6)), "absent": jnp.zeros(2)})
     assert isinstance(found["w"], jax.Array)
     assert list(found) == list(TREE)
@@ -137,7 +133,7 @@ SAVED: dict[str, Any] = {
 }
 
 
-def test_a_structure_is_a_template(place: str, assert_same: Callable[[Any, Any], None]) -> None:
+def test_a_structure_is_a_template(place: str) -> None:
     checkpointer = hf.PyTreeCheckpointer()
     checkpointer.save(place, SAVED)
     metadata = checkpointer.structure(place)

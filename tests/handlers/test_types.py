@@ -16,7 +16,6 @@ import holdfast as hf
 from holdfast.engine.format import encode_document
 from holdfast.engine.handlers import DEFAULT_REGISTRY
 
-
 ParamInfo, Registry = hf.type_handlers.ParamInfo, hf.type_handlers.TypeHandlerRegistry
 
 
