@@ -27,6 +27,13 @@ def reading(place: object) -> hf.CheckpointManager:
     return opened(place, read_only=True)
 
 
+def commit(manager: hf.CheckpointManager, step: int, items: Any, **arguments: Any) -> bool:
+    """Saves a step, and waits until it is there."""
+    is_saved = manager.save(step, items, **arguments)
+    manager.wait_until_finished()
+    return is_saved
+
+
 def saved(place: object, *steps: int, items: Callable[[int], Any] = tree, **options: Any) -> list[int]:
     """Saves steps by a manager with some options, and returns those that are there in the end."""
     metrics = options.pop("metrics", lambda step: None)

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from tests.manager.runs import commit
 from tests.processes.threads import together
 
 import holdfast as hf
@@ -80,8 +81,7 @@ def originals() -> Iterator[dict[str, Path]]:
         at = folders["mirror"] / "at"
         for step in range(1, NEWEST + 1):
             with opened(at, lr=0.1) as run:
-                run.save(step, tree(step), metrics={"loss": 1.0})
-                run.wait_until_finished()
+                commit(run, step, tree(step), metrics={"loss": 1.0})
                 assert run.finish_mirror(60)
         hf.record_metrics(at / "run", 2, {"score": 1.0})
         for count in (1, 2):
@@ -277,8 +277,7 @@ def mirror(folder: Path) -> int:
 
     with opened(folder) as run:
         run.events.add_listener(listen)
-        run.save(NEWEST + 1, tree(NEWEST + 1))
-        run.wait_until_finished()
+        commit(run, NEWEST + 1, tree(NEWEST + 1))
         assert ended.wait(60)
         if not run.finish_mirror(0.5):
             status = run.mirror_status()

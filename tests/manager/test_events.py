@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.manager.runs import opened, reading, saved
+from tests.manager.runs import commit, opened, reading, saved
 
 import holdfast as hf
 from holdfast.engine.checkpoint import PendingCheckpoint
@@ -196,8 +196,7 @@ def test_what_saves_and_late_metrics_say(tmp_path: Path) -> None:
     many = {f"m{number}": float(number) for number in range(100)}
     with hf.CheckpointManager(tmp_path) as manager:
         for step in range(3):
-            manager.save(step, {"w": np.arange(600_000)}, metrics={"loss": step} if step else many)
-            manager.wait_until_finished()
+            commit(manager, step, {"w": np.arange(600_000)}, metrics={"loss": step} if step else many)
         manager.record_metrics(2, {"accuracy": 0.5})
         manager.restore(2)
         note_resume(manager, 2)  # a step that a run goes on from is named once
@@ -220,8 +219,7 @@ def test_a_listener_on_the_thread_of_a_save_cannot_wait_for_it(call: Any, tmp_pa
 
     with hf.CheckpointManager(tmp_path) as manager:
         manager.events.add_listener(listener)
-        manager.save(1, {"w": 1})
-        manager.wait_until_finished()
+        commit(manager, 1, {"w": 1})
         assert len(said) == 1
         manager.save(3, {"w": 1})
     assert hf.CheckpointManager(tmp_path).all_steps() == [1, 3]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from tests.clocks import FakeClock
-from tests.manager.runs import HeldHandler, let_go, opened
+from tests.manager.runs import HeldHandler, commit, let_go, opened
 from tests.processes.threads import together
 
 import holdfast as hf
@@ -33,8 +33,7 @@ def make(request: pytest.FixtureRequest, place: str, handler: HeldHandler) -> It
 
 def fail(manager: hf.CheckpointManager, handler: HeldHandler, step: int, **arguments: Any) -> None:
     def save() -> None:
-        manager.save(step, {"step": step}, **arguments)
-        manager.wait_until_finished()
+        commit(manager, step, {"step": step}, **arguments)
 
     handler.fails = True
     with pytest.raises((hf.SaveFailedError, hf.errors.StorageError), match="the disk is gone"):

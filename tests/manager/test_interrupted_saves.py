@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.manager.runs import let_go
+from tests.manager.runs import commit, let_go
 
 import holdfast as hf
 
@@ -90,8 +90,7 @@ def test_an_interrupt_while_the_thread_starts(
 ) -> None:
     saved = MOMENTS[moment]
     with hf.CheckpointManager(tmp_path, hf.AsyncCheckpointer(interrupt.handler)) as manager:
-        manager.save(1, TREE)
-        manager.wait_until_finished()
+        commit(manager, 1, TREE)
         step = 1 if replaces else 2
         interrupt.at(moment)
         with pytest.raises(KeyboardInterrupt) as kept:  # as a notebook keeps the last error

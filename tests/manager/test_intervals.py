@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.clocks import FakeClock
-from tests.manager.runs import HeldHandler, opened
+from tests.manager.runs import HeldHandler, commit, opened
 from tests.processes.threads import together
 
 import holdfast as hf
@@ -432,8 +432,7 @@ def test_several_processes_save_at_the_steps_of_process_0(tmp_path: Path) -> Non
                 clock.sleep(10 if coordinator.process_index == 0 else 1000)
                 decision = manager.decide(step)
                 if decision:
-                    manager.save(step, {"w": np.zeros(3)})
-                    manager.wait_until_finished()
+                    commit(manager, step, {"w": np.zeros(3)})
                     found.append((step, decision.reason))
         return found
 

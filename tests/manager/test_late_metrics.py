@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.clocks import FakeClock
-from tests.manager.runs import opened, reading
+from tests.manager.runs import commit, opened, reading
 
 import holdfast as hf
 
@@ -26,8 +26,7 @@ def trainer(directory: Path | str, **options: Any) -> hf.CheckpointManager:
 
 def save(run: hf.CheckpointManager, *steps: int, **options: Any) -> None:
     for step in steps:
-        run.save(step, {"w": np.full(3, step)}, **options)
-        run.wait_until_finished()
+        commit(run, step, {"w": np.full(3, step)}, **options)
 
 
 def test_an_evaluator_beside_the_run_decides_which_step_is_best(tmp_path: Path) -> None:

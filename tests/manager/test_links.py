@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.manager.runs import opened, saved
+from tests.manager.runs import commit, opened, saved
 
 import holdfast as hf
 from holdfast.cli.main import main
@@ -48,8 +48,7 @@ def test_retention_removes_a_link_and_leaves_the_step(run: Path, other: Path) ->
     with opened(run, max_to_keep=1) as manager:
         assert manager.all_steps() == [1, 2, 4]
         np.testing.assert_array_equal(manager.restore(4, tree(0))["w"], tree(4)["w"])
-        manager.save(5, tree(5))
-        manager.wait_until_finished()
+        commit(manager, 5, tree(5))
         assert manager.all_steps() == [5]
     assert not (run / "4").is_symlink()
     assert content(other) == before
@@ -71,8 +70,7 @@ def delete(run: Path) -> None:
 
 def replace(run: Path) -> None:
     with hf.CheckpointManager(run) as manager:
-        assert manager.save(4, tree(40), force=True)
-        manager.wait_until_finished()
+        assert commit(manager, 4, tree(40), force=True)
         np.testing.assert_array_equal(manager.restore(4, tree(0))["w"], tree(40)["w"])
     assert not (run / "4").is_symlink()
 
@@ -119,8 +117,7 @@ def test_a_run_behind_a_link_goes_on(tmp_path: Path) -> None:
     for step, place in ((2, tmp_path / "run"), (3, tmp_path / "below" / "run")):
         options = hf.CheckpointManagerOptions(max_to_keep=2)
         with hf.CheckpointManager(place, options=options, metadata={"step": step}) as manager:
-            manager.save(step, tree(step), metrics={"loss": 1.0})
-            manager.wait_until_finished()
+            commit(manager, step, tree(step), metrics={"loss": 1.0})
             manager.pin(step)
             hf.record_metrics(place, step, {"late": 2.0})
             assert manager.metrics(step) == {"loss": 1.0, "late": 2.0}
@@ -175,8 +172,7 @@ def life(run: Path, name: str) -> list[Exception]:
         options = hf.CheckpointManagerOptions(max_to_keep=2)
         with hf.CheckpointManager(run, options=options, metadata={"new": 1}) as manager:
             manager.restore_latest(tree(0))
-            manager.save(5, tree(5))
-            manager.wait_until_finished()
+            commit(manager, 5, tree(5))
             manager.pin(5)
 
     for work in (go_on, lambda: hf.record_metrics(run, 2, {"late": 1}), lambda: hf.verify(run)):

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.manager.runs import opened
+from tests.manager.runs import commit, opened
 
 import holdfast as hf
 from holdfast.engine.steps import read_record
@@ -49,8 +49,7 @@ def test_the_index_of_an_earlier_version_is_not_read_and_goes_with_the_next_run(
         assert len(reader.all_steps()) == COUNT
     assert index.exists()
     with hf.CheckpointManager(run) as manager:
-        manager.save(COUNT + 1, {"is": 2})
-        manager.wait_until_finished()
+        commit(manager, COUNT + 1, {"is": 2})
         assert not index.exists()
         assert manager.restore() == {"is": 2}
 

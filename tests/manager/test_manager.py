@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from tests.manager.runs import HeldHandler, flip, let_go, opened, reading, saved, tree
+from tests.manager.runs import HeldHandler, commit, flip, let_go, opened, reading, saved, tree
 
 import holdfast as hf
 from holdfast.cli.main import main
@@ -46,8 +46,7 @@ def test_a_run_from_end_to_end(tmp_path: Path) -> None:
         assert manager.restore(8, {"facts": None}) == {"facts": {**facts, "step": 8}}
     assert sorted(os.listdir(tmp_path / "run" / "10")) == ["checkpoint.json", "facts", "state"]
     with hf.CheckpointManager(tmp_path / "one item") as manager:
-        assert manager.save(np.int64(3), tree(3))  # type: ignore[arg-type]  # at run time any whole number will do
-        manager.wait_until_finished()
+        assert commit(manager, np.int64(3), tree(3))  # type: ignore[arg-type]  # at run time any whole number will do
         assert manager.all_steps() == [3]
         assert manager.restore(np.int32(3))["a"] == manager.restore()["a"] == 3  # type: ignore[call-overload]
     assert sorted(os.listdir(tmp_path / "one item" / "3")) == ["checkpoint.json", "state"]
@@ -57,8 +56,7 @@ def test_templates(tmp_path: Path) -> None:
     with hf.CheckpointManager(tmp_path) as manager:
         with pytest.raises(hf.CheckpointNotFoundError, match="there is no checkpoint"):
             manager.structure()
-        manager.save(1, tree(1))
-        manager.wait_until_finished()
+        commit(manager, 1, tree(1))
         leaf = manager.structure()["b"]["c"]
         assert (leaf.shape, leaf.dtype) == ((3,), np.dtype(np.int64))
         found = manager.restore(1, tree(0))
@@ -139,8 +137,7 @@ def test_force(tmp_path: Path, checkpointer: hf.Checkpointer | None, caplog: pyt
             "save(7) returned False, and what it was given is not saved: step 7 is saved already. "
             "force=True replaces it"
         ]
-        assert manager.save(7, tree(9), force=True)
-        manager.wait_until_finished()
+        assert commit(manager, 7, tree(9), force=True)
         assert manager.all_steps() == [7]
         assert manager.restore(7)["a"] == 9
         assert [path.is_dir() for path in (tmp_path / "7").iterdir()].count(True) == 1
@@ -191,8 +188,7 @@ def test_metrics_that_come_later(tmp_path: Path) -> None:
         manager.record_metrics(1, {"accuracy": 0.25, "val": {"loss": float("nan")}})
         assert manager.metrics(1) is not None
         manager.save(2, tree(2), metrics={"loss": 0.75})
-        manager.save(3, tree(3), metrics={"loss": 0.9})
-        manager.wait_until_finished()
+        commit(manager, 3, tree(3), metrics={"loss": 0.9})
         assert manager.all_steps() == [1, 3]
         manager.record_metrics(3, {"loss": 0.1})
         manager.wait_until_finished()
@@ -282,8 +278,7 @@ def test_a_save_that_does_not_begin_leaves_nothing(tmp_path: Path, monkeypatch: 
             manager.record_metrics(1, {"loss": 1.0})
         assert not (tmp_path / "1").exists()
         assert not manager.is_saving_in_progress()
-        assert manager.save(1, tree(1), force=True)
-        manager.wait_until_finished()
+        assert commit(manager, 1, tree(1), force=True)
         assert manager.all_steps() == [1]
 
 
@@ -298,8 +293,7 @@ def test_delete(tmp_path: Path) -> None:
         assert not (tmp_path / "1").exists()
         with pytest.raises(hf.CheckpointNotFoundError, match="no checkpoint of step 1; there are 2"):
             manager.delete(1)
-        assert manager.save(3, tree(33), force=True)
-        manager.wait_until_finished()
+        assert commit(manager, 3, tree(33), force=True)
         assert manager.restore(3)["a"] == 33
 
 
@@ -364,8 +358,7 @@ def test_strangers_are_left_alone(tmp_path: Path) -> None:
                 manager.save(step, tree(step), force=True)
         with pytest.raises(hf.CheckpointExistsError, match="a file is there"):
             manager.save(6, tree(6), force=True)
-        manager.save(10, tree(10))
-        manager.wait_until_finished()
+        commit(manager, 10, tree(10))
         assert manager.all_steps() == [10]
     assert {path: path.is_file() and path.read_bytes() for path in before} == before
 
@@ -439,8 +432,7 @@ def test_a_step_is_changed_once_no_thread_replaces_it(
 ) -> None:
     handler, editions = let_go(), [3]
     with hf.CheckpointManager(tmp_path, hf.AsyncCheckpointer(handler)) as manager:
-        manager.save(1, tree(1))
-        manager.wait_until_finished()
+        commit(manager, 1, tree(1))
         join = manager._background.join
 
         def join_and_replace() -> None:

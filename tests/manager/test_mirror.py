@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from tests.clocks import FakeClock
 from tests.fixtures import StoredFiles
-from tests.manager.runs import opened
+from tests.manager.runs import commit, opened
 
 import holdfast as hf
 from holdfast.components import Checkpointable, ComponentCheckpointHandler
@@ -266,8 +266,7 @@ def test_one_step_is_fetched_on_request(
 def follows(run: hf.CheckpointManager, newest_there: dict[int, int], clock: FakeClock) -> None:
     """Saves steps, six minutes apart, after each of which the mirror has a certain newest step."""
     for step, newest in newest_there.items():
-        run.save(step, tree(step), metrics={"score": {1: 9.0, 2: 1.0, 3: 5.0}.get(step, 2.0)})
-        run.wait_until_finished()
+        commit(run, step, tree(step), metrics={"score": {1: 9.0, 2: 1.0, 3: 5.0}.get(step, 2.0)})
         arrives(run, newest)
         clock.sleep(360)
 
@@ -297,8 +296,7 @@ def test_a_slow_mirror_skips_steps_and_delays_no_save(tmp_path: Path, place: str
         run.save(1, tree(1))
         wait_until(run, lambda status: status.copying == 1)
         for step in range(2, 8):
-            run.save(step, tree(step))
-            run.wait_until_finished()
+            commit(run, step, tree(step))
         assert run.all_steps() == [1, 7]  # the copied one is held
         assert run.why_kept(1) == ("being copied to the mirror",)
         assert steps(place) == []
@@ -372,8 +370,7 @@ def test_what_the_mirror_could_not_delete_stays_deleted(
 ) -> None:
     with manager(tmp_path / "run", hf.Mirror(place, max_to_keep=5), max_to_keep=1) as run:
         sends(run, 1, 2, 3)
-        run.save(1, tree(1), force=True)
-        run.wait_until_finished()
+        commit(run, 1, tree(1), force=True)
         if not again:
             broken.error = hf.errors.StorageUnavailableError
             run.delete_after(1)
@@ -514,8 +511,7 @@ def test_a_foreign_mirror_that_could_not_be_read_at_first_gets_nothing(
         mirrored(tmp_path / name, f"{place}/{name}", 1)
     broken.error = hf.errors.StorageUnavailableError
     with manager(tmp_path / "b", f"{place}/a") as run:
-        run.save(2, tree(2))
-        run.wait_until_finished()
+        commit(run, 2, tree(2))
         broken.error = None
         run.save(3, tree(3))
         wait_until(run, lambda status: "another run" in (status.error or ""))
@@ -582,8 +578,7 @@ def test_a_save_that_is_overtaken_while_it_is_copied(tmp_path: Path, place: str,
     with manager(tmp_path / "run", place) as run:
         run.save(1, tree(1))
         wait_until(run, lambda status: status.copying == 1)
-        run.save(1, tree(100), force=True)
-        run.wait_until_finished()
+        commit(run, 1, tree(100), force=True)
         gate.set()
     assert hf.load(f"{place}/1")["step"] == 100
     assert hf.verify(place).ok
@@ -629,8 +624,7 @@ def test_data_files_that_will_be_uploaded_are_small(
 ) -> None:
     mirror = place if in_store else str(tmp_path / "mirror")
     with opened(tmp_path / "run", hf.AsyncCheckpointer(handler), mirror=mirror) as run:
-        run.save(1, item, save_kwargs=arguments)
-        run.wait_until_finished()
+        commit(run, 1, item, save_kwargs=arguments)
         sizes = [file.stat().st_size for file in (tmp_path / "run").rglob("d/*.*")]
         arrives(run, 1)
     assert (max(sizes) > LAYOUT.upload_bytes) is not in_store
@@ -651,8 +645,7 @@ def test_trouble_is_told_once_and_tried_again(
         sends(run, 1)
         broken.error = error
         for step in (2, 3):
-            run.save(step, tree(step))
-            run.wait_until_finished()
+            commit(run, step, tree(step))
             wait_until(run, lambda status: status.error is not None)
         assert run.all_steps() == [1, 2, 3]
         broken.error = None
@@ -666,19 +659,18 @@ def test_trouble_is_told_once_and_tried_again(
 
 
 def test_what_failed_copies_leave_does_not_pile_up(tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    commit, tried = PendingCheckpoint.commit, []
+    real, tried = PendingCheckpoint.commit, []
 
     def refused(pending: PendingCheckpoint, record: CheckpointRecord) -> None:
         if pending.location.url.startswith(as_location(place).url) and record.step != 4:
             tried.append(record.step)
             raise hf.errors.StorageFullError("full")
-        commit(pending, record)
+        real(pending, record)
 
     monkeypatch.setattr(PendingCheckpoint, "commit", refused)
     with manager(tmp_path / "run", place) as run:
         for step in (1, 2, 3, 4):
-            run.save(step, tree(step))
-            run.wait_until_finished()
+            commit(run, step, tree(step))
             wait_until(run, lambda status, step=step: step in (*tried, status.step) and status.copying is None)  # type: ignore[misc]
             folders = [entry.name for entry in as_location(place).entries() if entry.is_directory]
             assert [folder for folder in folders if folder.isdigit()] == [str(step)]
@@ -708,8 +700,7 @@ def test_only_a_run_with_steps_begins_while_the_mirror_is_down(
     broken.error = hf.errors.StorageUnavailableError
     with manager(tmp_path / "run", place) as run:
         assert run.latest_step() == 1
-        run.save(2, tree(2))
-        run.wait_until_finished()
+        commit(run, 2, tree(2))
         broken.error = None
         arrives(run, 2)
     assert "its steps are not considered" in caplog.text
@@ -747,8 +738,7 @@ def test_a_preemption_does_not_begin_what_does_not_fit(
     with manager(tmp_path / "run", hf.Mirror(place, save_interval_steps=1000)) as run:
         sends(run, 1)
         run._mirror._rate = 1.0  # type: ignore[union-attr]  # byte a second
-        run.save(2, tree(2))  # is not due
-        run.wait_until_finished()
+        commit(run, 2, tree(2))  # is not due
         assert not run.finish_mirror(30.0)
         assert "bytes are missing there" in caplog.text
         assert run.finish_mirror(30.0) is False

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.cli.commands import error_of
-from tests.manager.runs import HeldHandler, opened, reading
+from tests.manager.runs import HeldHandler, commit, opened, reading
 
 import holdfast as hf
 from holdfast.engine.observer import Observer, Point
@@ -86,8 +86,7 @@ def test_second_process_is_refused_until_the_first_is_killed(tmp_path: Path) -> 
             assert sorted(os.listdir(tmp_path)) == ["1", "events.jsonl", "options.json", "owner.json"]
             process.send_signal(signal.SIGKILL)
             process.wait()
-            manager.save(2, TREE)
-            manager.wait_until_finished()
+            commit(manager, 2, TREE)
         assert manager.all_steps() == [1, 2]
 
 
@@ -97,8 +96,7 @@ def test_the_workers_of_a_killed_run_hold_neither_its_lock_nor_that_of_a_save(tm
         process.wait()
         try:
             with hf.CheckpointManager(tmp_path) as manager:
-                manager.save(2, TREE)
-                manager.wait_until_finished()
+                commit(manager, 2, TREE)
                 assert manager.all_steps() == [1, 2]
         finally:
             os.kill(int(said.split()[1]), signal.SIGKILL)
@@ -106,15 +104,13 @@ def test_the_workers_of_a_killed_run_hold_neither_its_lock_nor_that_of_a_save(tm
 
 def test_a_read_only_manager_looks_at_a_directory_that_is_taken(tmp_path: Path) -> None:
     with hf.CheckpointManager(tmp_path) as owner:
-        owner.save(1, TREE)
-        owner.wait_until_finished()
+        commit(owner, 1, TREE)
         with reading(tmp_path) as reader:
             assert reader.all_steps() == [1]
             assert not reader.should_save(2)
             with pytest.raises(hf.errors.StateError, match="read_only"):
                 reader.save(2, TREE)
-            owner.save(2, TREE)
-            owner.wait_until_finished()
+            commit(owner, 2, TREE)
             assert reader.all_steps() == [1]
             reader.reload()
             assert reader.all_steps() == [1, 2]
@@ -131,8 +127,7 @@ def test_the_newer_manager_takes_over(tmp_path: Path, kind: str) -> None:
         first = second = f"memory://ownership/{uuid.uuid4().hex}"
     older, newer = hf.CheckpointManager(first), hf.CheckpointManager(second)
     older.save(1, TREE)
-    newer.save(2, TREE)
-    newer.wait_until_finished()
+    commit(newer, 2, TREE)
     assert newer.all_steps() == [1, 2], "the save that was under way is waited for, and seen"
     for act in (lambda: older.save(3, TREE), older.acquire, lambda: older.record_metrics(1, {"loss": 1.0})):
         with pytest.raises(hf.errors.OwnershipError, match=r"another manager has taken over .* process \d+ on "):
@@ -187,8 +182,7 @@ def test_a_newer_manager_waits_for_a_save_that_another_thread_begins(tmp_path: P
         newer.acquire()
         acquired.set()
         assert slow.writing.wait(60)
-        newer.save(1, TREE, force=True)
-        newer.wait_until_finished()
+        commit(newer, 1, TREE, force=True)
 
     taking = in_a_thread(go_on)
     assert not acquired.wait(0.3), "the older manager is about to save"
@@ -348,8 +342,7 @@ def test_a_manager_that_is_closed_or_dropped_gives_its_directory_back(tmp_path: 
     places = [str(tmp_path / "closed"), str(tmp_path / "dropped")]
     managers = [hf.CheckpointManager(place) for place in places]
     for manager in managers:
-        manager.save(1, TREE)
-        manager.wait_until_finished()
+        commit(manager, 1, TREE)
     managers[0].close()
     del manager, managers[1]
     program = "import sys, holdfast as hf; [hf.CheckpointManager(place).acquire() for place in sys.argv[1:]]"
@@ -362,8 +355,7 @@ def test_without_locks_the_older_finds_out_at_the_next_save(tmp_path: Path, monk
 
     monkeypatch.setattr(fcntl, "flock", flock)
     older = hf.CheckpointManager(tmp_path)
-    older.save(1, TREE)
-    older.wait_until_finished()
+    commit(older, 1, TREE)
     (tmp_path / "owner.json").write_text('{"token": "of another", "pid": 1, "host": "elsewhere"}')
     with pytest.raises(hf.errors.OwnershipError, match="process 1 on elsewhere"):
         older.save(2, TREE)
@@ -393,8 +385,7 @@ def test_a_run_whose_directory_is_taken_away(
 ) -> None:
     run = tmp_path / "run"
     with hf.CheckpointManager(run) as manager:
-        manager.save(5, TREE)
-        manager.wait_until_finished()
+        commit(manager, 5, TREE)
         happens(run)
         with contextlib.ExitStack() as stack:
             if joined:
@@ -409,8 +400,7 @@ def test_a_run_whose_directory_is_taken_away(
             with pytest.raises(hf.errors.OwnershipError, match="Move it back, and this run continues"):
                 manager.save(8, TREE)
             (tmp_path / "elsewhere").rename(run)
-            manager.save(9, TREE)
-            manager.wait_until_finished()
+            commit(manager, 9, TREE)
             assert manager.all_steps() == [5, 9]
     if joined:
         assert hf.load(run / "1") == {"by": "the other process"}

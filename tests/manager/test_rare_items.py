@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.manager.runs import commit
 from tests.processes.threads import together
 
 import holdfast as hf
@@ -43,12 +44,10 @@ def test_a_buffer_is_saved_rarely_and_kept(tmp_path: Path) -> None:
     assert steps_with(tmp_path, "replay") == [30, 120, 210, 300, 420, 510]
     with manager(tmp_path, max_to_keep=2) as run:
         run.save(600, state(600))
-        run.save(630, state(630))
-        run.wait_until_finished()
+        commit(run, 630, state(630))
         assert run.all_steps() == [600, 630]
         run.save(660, state(660))
-        run.save(690, state(690))
-        run.wait_until_finished()
+        commit(run, 690, state(690))
         assert run.all_steps() == [600, 660, 690]
         assert run.why_kept(600) == ("the newest with replay",)
         assert [run.item_due("replay", step) for step in (660, 699, 700)] == [False, False, True]

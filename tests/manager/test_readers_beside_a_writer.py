@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.manager.runs import reading
+from tests.manager.runs import commit, reading
 
 import holdfast as hf
 from holdfast.components import Checkpointable, read_state
@@ -184,8 +184,7 @@ def test_a_step_that_is_deleted_after_the_listing_of_an_object_store(tmp_path: P
     run = hf.storage.as_location(f"memory://{tmp_path.name}/run")
     with hf.CheckpointManager(run) as manager:
         manager.save(1, tree(1))
-        manager.save(2, tree(2))
-        manager.wait_until_finished()
+        commit(manager, 2, tree(2))
         listed = run.snapshot()
         manager.delete(2)
     assert [entry.step for entry in list_steps(listed)] == [1]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from tests.manager.runs import opened, reading, saved
+from tests.manager.runs import commit, opened, reading, saved
 from tests.processes.threads import MemoryCoordinator, together
 
 import holdfast as hf
@@ -45,12 +45,10 @@ def test_what_is_saved_after_going_back_is_not_deleted_at_once(place: str) -> No
     trained(place, 10, 20, 30)
     with opened(place, max_to_keep=2) as manager:
         manager.restore(10)
-        manager.save(11, {"branch": "new"})
-        manager.wait_until_finished()
+        commit(manager, 11, {"branch": "new"})
         assert manager.all_steps() == [11, 20, 30]
         assert manager.why_kept(11) == ("saved last",)
-        manager.save(12, {"branch": "new"})
-        manager.wait_until_finished()
+        commit(manager, 12, {"branch": "new"})
         assert manager.all_steps() == [12, 20, 30]
 
 
@@ -128,15 +126,13 @@ def test_a_run_that_restores_nothing_is_told(place: str, caplog: pytest.LogCaptu
 def test_what_was_deleted_is_saved_again_and_the_interval_counts_from_what_is_left(after: bool, tmp_path: Path) -> None:
     with opened(tmp_path, save_interval_steps=10) as run:
         for step in (10, 20, 30):
-            assert run.save(step, {"w": 1.0})
-            run.wait_until_finished()
+            assert commit(run, step, {"w": 1.0})
         if after:
             run.delete_after(20)
         else:
             run.delete(30)
         assert run.should_save(31)
-        assert run.save(30, {"w": 2.0})
-        run.wait_until_finished()
+        assert commit(run, 30, {"w": 2.0})
         assert not run.should_save(31)
         assert run.restore(30) == {"w": 2.0}
         run.delete(10)

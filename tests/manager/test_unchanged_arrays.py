@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from tests.equality import assert_same
 from tests.events import heard
-from tests.manager.runs import opened
+from tests.manager.runs import commit, opened
 
 import holdfast as hf
 from holdfast.components import Checkpointable, ComponentCheckpointHandler
@@ -53,8 +53,7 @@ def manager(run: Path, **options: Any) -> hf.CheckpointManager:
 def save(run: hf.CheckpointManager, step: int, items: Any, **arguments: Any) -> dict[str, Any]:
     """Save a step, wait, and return the event."""
     events = heard(run)
-    run.save(step, items, **arguments)
-    run.wait_until_finished()
+    commit(run, step, items, **arguments)
     return events[-1]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.manager.runs import flip, saved
+from tests.manager.runs import commit, flip, saved
 
 import holdfast as hf
 from holdfast.engine.checkpoint import PendingCheckpoint
@@ -149,8 +149,7 @@ def test_the_newest_step_cannot_be_read(
     with check_resumes(run, caplog, said) as manager:
         with pytest.raises(hf.DamagedCheckpointError):
             manager.restore(3)
-        assert manager.save(3, {"step": "again"}), "the run comes by again, and replaces it"
-        manager.wait_until_finished()
+        assert commit(manager, 3, {"step": "again"}), "the run comes by again, and replaces it"
         assert manager.all_steps() == [1, 2, 3]
         manager.save(4, tree(4))
     assert hf.load(run / "3") == {"step": "again"}
@@ -181,8 +180,7 @@ def test_what_cannot_be_moved_aside_either(run: Path, disk: BrokenDisk, caplog: 
             hf.errors.StorageError, match=r"run/3: this step cannot be read .*Repair the file system or remove"
         ):
             manager.save(3, tree(3))
-        manager.save(4, tree(4))  # the run continues
-        manager.wait_until_finished()
+        commit(manager, 4, tree(4))  # the run continues
         assert manager.all_steps() == [1, 2, 4]
     disk.is_repaired()
     assert hf.load(run / "3")["step"] == 3
@@ -214,7 +212,6 @@ def test_a_replacement_was_killed_and_then_the_record_is_damaged(run: Path, monk
     with hf.CheckpointManager(run) as manager:
         assert manager.restore()["step"] == 2
         for again in range(2):
-            manager.save(3, {"step": again}, force=True)
-            manager.wait_until_finished()
+            commit(manager, 3, {"step": again}, force=True)
     assert hf.load(run) == {"step": 1}
     assert not (run / "3/checkpoint.partial").exists()
