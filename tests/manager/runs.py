@@ -44,6 +44,13 @@ def saved(place: object, *steps: int, items: Callable[[int], Any] = tree, **opti
         return manager.all_steps()
 
 
+def newest_whole(manager: hf.CheckpointManager, items: Any = None) -> Any:
+    """Restores the newest step that is whole; there is one."""
+    restored = manager.restore_latest(items)
+    assert restored is not None
+    return restored
+
+
 def flip(file: Path, at: int | None = None) -> None:
     """Changes a bit of a file, in its middle by default, as a disk does: the times of the file stay."""
     times, content = file.stat(), bytearray(file.read_bytes())

@@ -15,8 +15,6 @@ import logging
 import os
 import random
 import shutil
-import socket
-import stat
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -25,8 +23,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from tests.manager.runs import commit
-from tests.processes.threads import together
+from tests.manager.damages import CONTENT, DAMAGES, STRANGE
+from tests.manager.runs import commit, newest_whole
+from tests.processes.threads import together, unwrap
 
 import holdfast as hf
 from holdfast.cli.main import main
@@ -59,11 +58,7 @@ def on_hosts(folder: Path, count: int, work: Callable[[hf.CheckpointManager], An
             raise KeyboardInterrupt
         return found
 
-    results = together(count, process, timeout=60)
-    for error in results:
-        if isinstance(error, BaseException):
-            raise error
-    return results
+    return unwrap(together(count, process, timeout=60))
 
 
 @pytest.fixture(scope="module")
@@ -94,58 +89,9 @@ def originals() -> Iterator[dict[str, Path]]:
 # ---- damages
 
 
-def away(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def flipped(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
 def of_another_step(path: Path) -> None:
     other = Path(str(path.parent).replace(f"/{NEWEST}", "/2"))
     shutil.copy(next(other.glob(f"*{path.suffix}")), path)
-
-
-def empty(path: Path) -> None:
-    away(path)
-    path.write_bytes(b"")
-
-
-def directory(path: Path) -> None:
-    away(path)
-    path.mkdir()
-    (path / "x").write_bytes(b"x")
-
-
-def pipe(path: Path) -> None:
-    away(path)
-    os.mkfifo(path)
-
-
-def bound_socket(path: Path) -> None:
-    away(path)
-    with socket.socket(socket.AF_UNIX) as found, contextlib.chdir(path.parent):
-        found.bind(path.name)
-
-
-def dangling_link(path: Path) -> None:
-    away(path)
-    path.symlink_to("/nowhere/at/all")
-
-
-def device(path: Path) -> None:
-    away(path)
-    os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 3))  # that of /dev/null
 
 
 def of_another_user(path: Path) -> None:
@@ -155,8 +101,8 @@ def of_another_user(path: Path) -> None:
     os.chown(path, 0, 0)
 
 
-def directory_of_another_user(path: Path) -> None:
-    directory(path)
+def folder_of_another_user(path: Path) -> None:
+    DAMAGES["folder"](path)
     of_another_user(path)
 
 
@@ -179,45 +125,49 @@ def as_a_user(folder: Path, path: Path) -> Iterator[None]:
 def makes_devices() -> bool:
     """Returns whether this user makes devices."""
     with tempfile.TemporaryDirectory() as folder, contextlib.suppress(OSError):
-        device(Path(folder, "x"))
+        DAMAGES["device"](Path(folder, "x"))
         return True
     return False
 
 
 IS_ROOT = hasattr(os, "geteuid") and os.geteuid() == 0
 NOBODY = 65534
-OTHERS = (of_another_user, directory_of_another_user)
-CONTENT = (flipped, cut, empty, away)
-STRANGE = (directory, pipe, bound_socket, device, dangling_link)
+OTHERS = ("of another user", "folder of another user")
+ALL_DAMAGES: dict[str, Callable[[Path], object]] = {
+    **DAMAGES,
+    "of another step": of_another_step,
+    "of another user": of_another_user,
+    "folder of another user": folder_of_another_user,
+}
 DATA = f"{NEWEST}/state/d/*.0.0"
 
-FILES: dict[str, tuple[Callable[[Path], None], ...]] = {
+FILES: dict[str, tuple[str, ...]] = {
     "owner.json": (*CONTENT, *STRANGE),
     "options.json": (*CONTENT, *STRANGE),
-    "events.jsonl": (empty, away, *STRANGE),
-    "metadata": (empty, away, pipe, bound_socket, device),
+    "events.jsonl": ("empty", "away", *STRANGE),
+    "metadata": ("empty", "away", "pipe", "socket", "device"),
     "metadata/data.json": (*CONTENT, *STRANGE),
-    "metrics": (empty, away, pipe, bound_socket, device),
-    ".holdfast-0123": (empty, *STRANGE),
-    f"{NEWEST}/checkpoint.json": (*CONTENT, *STRANGE, of_another_step),
+    "metrics": ("empty", "away", "pipe", "socket", "device"),
+    ".holdfast-0123": ("empty", *STRANGE),
+    f"{NEWEST}/checkpoint.json": (*CONTENT, *STRANGE, "of another step"),
     f"{NEWEST}/state/tree.json": (*CONTENT, *STRANGE),
-    DATA: (*CONTENT, *STRANGE, of_another_step),
-    f"{NEWEST}/checkpoint.partial": (empty, *STRANGE),
-    f"{NEWEST}/checkpoint.deleted": (empty, *STRANGE),
-    f"{NEWEST}/.holdfast-0123": (empty, *STRANGE),
-    f"{NEWEST + 1}/checkpoint.partial": (empty, *STRANGE),
-    f"{NEWEST + 1}/checkpoint.deleted": (empty, *STRANGE),
+    DATA: (*CONTENT, *STRANGE, "of another step"),
+    f"{NEWEST}/checkpoint.partial": ("empty", *STRANGE),
+    f"{NEWEST}/checkpoint.deleted": ("empty", *STRANGE),
+    f"{NEWEST}/.holdfast-0123": ("empty", *STRANGE),
+    f"{NEWEST + 1}/checkpoint.partial": ("empty", *STRANGE),
+    f"{NEWEST + 1}/checkpoint.deleted": ("empty", *STRANGE),
 }
 
 LOCAL = f"*.{NEWEST}.*"
-LOCAL_FILES: dict[str, tuple[Callable[[Path], None], ...]] = {
+LOCAL_FILES: dict[str, tuple[str, ...]] = {
     f"{LOCAL}/checkpoint.json": (*CONTENT, *STRANGE),
     f"{LOCAL}/state/tree.json": (*CONTENT, *STRANGE),
     f"{LOCAL}/state/d/index": (*CONTENT, *STRANGE),
     f"{LOCAL}/state/d/*.0.*": (*CONTENT, *STRANGE),
-    f"{LOCAL}/state": (empty, away, *STRANGE),
-    LOCAL: (empty, *STRANGE),
-    "": (empty, pipe, bound_socket, device, dangling_link),
+    f"{LOCAL}/state": ("empty", "away", *STRANGE),
+    LOCAL: ("empty", *STRANGE),
+    "": ("empty", "pipe", "socket", "device", "dangling link"),
 }
 HOSTS = {  # the run, and the folders whose files are damaged
     "host": ("1", "host0/*/own"),
@@ -230,8 +180,7 @@ HOSTS = {  # the run, and the folders whose files are damaged
 
 
 def restored(run: hf.CheckpointManager) -> int:
-    found = run.restore_latest(LIKE)
-    assert found is not None
+    found = newest_whole(run, LIKE)
     assert np.array_equal(found.items["w"], tree(found.step)["w"])
     return int(found.step)
 
@@ -330,12 +279,12 @@ CHANGES = {"resume", "save", "mirror", "pin", "rm", "rollback", "prune"}
 class Case(NamedTuple):
     place: str
     file: str
-    damage: Callable[[Path], None]
+    damage: str
     action: str
 
     @property
     def name(self) -> str:
-        return f"{self.place}/{self.file}, {self.damage.__name__}: {self.action}"
+        return f"{self.place}/{self.file}, {self.damage}: {self.action}"
 
     @property
     def expected(self) -> str:
@@ -344,23 +293,23 @@ class Case(NamedTuple):
         if self.damage in OTHERS and self.place not in HOSTS:
             return self.expected_of_others
         if self.place == "the run of a host":
-            return REFUSED if self.damage is directory else OLDER
+            return REFUSED if self.damage == "folder" else OLDER
         if self.place in HOSTS:
             return RIGHT if self.place == "one of two hosts" else OLDER
         if self.place == "run" and self.action in CHANGES:
             if is_strange and self.file == "owner.json":
                 return REFUSED  # no save could succeed: told before the first step
-            if self.damage is directory and self.file == "options.json":
+            if self.damage == "folder" and self.file == "options.json":
                 return REFUSED
         if self.place == "mirror" and self.action == "mirror":
             if is_strange and self.file == "owner.json":
                 return REFUSED
-            if self.damage is directory and self.file == "options.json":
+            if self.damage == "folder" and self.file == "options.json":
                 return REFUSED
         if self.file in (f"{NEWEST}/checkpoint.json", f"{NEWEST}/state/tree.json", DATA):
             if self.place == "mirror" and self.action == "fetch":
                 return OLDER
-            is_listed = not (self.file.endswith("checkpoint.json") and self.damage in (away, dangling_link))
+            is_listed = not (self.file.endswith("checkpoint.json") and self.damage in ("away", "dangling link"))
             if (self.place, self.action, is_listed) == ("run", "resume", False):
                 return OLDER  # what the folder holds is not known, so that no step of the mirror replaces it
             if self.place == "run" and self.action in ("verify", "cp") and is_listed:
@@ -379,7 +328,7 @@ class Case(NamedTuple):
         }
         is_refused[DATA] = is_refused[f"{NEWEST}/state/tree.json"]
         is_refused["options.json"] = is_refused["owner.json"] or (self.place, self.action) == ("mirror", "fetch")
-        if self.damage is directory_of_another_user and self.file in ("owner.json", "options.json"):
+        if self.damage == "folder of another user" and self.file in ("owner.json", "options.json"):
             is_refused[self.file] |= (self.place, self.action) == ("run", "resume")
         return REFUSED if is_refused.get(self.file, False) else RIGHT
 
@@ -405,7 +354,7 @@ def outcome(case: Case, originals: dict[str, Path], told: Callable[[], str]) -> 
     assert found
     for damaged in found:
         damaged.parent.mkdir(exist_ok=True)
-        case.damage(damaged)
+        ALL_DAMAGES[case.damage](damaged)
     warnings, logger = Warnings(), logging.getLogger("holdfast")
     logger.addHandler(warnings)
     logger.setLevel(logging.WARNING)
@@ -434,7 +383,7 @@ CASES = [
     if place == "run" or action in ("resume", "save", "mirror", "fetch")  # the other actions do not read the mirror
     if (place, file) not in (("mirror", "metrics"), ("mirror", "events.jsonl"))  # it has none
     # Without its record, a step of the mirror does not exist: it may be a copy that has not ended.
-    if (place, file) != ("mirror", f"{NEWEST}/checkpoint.json") or damage not in (away, dangling_link)
+    if (place, file) != ("mirror", f"{NEWEST}/checkpoint.json") or damage not in ("away", "dangling link")
 ] + [
     Case(place, file, damage, action)
     for place, file, damages in [
@@ -463,7 +412,7 @@ def test_what_each_damage_does_to_each_action(
     cases = CASES if every else random.Random(7).sample(CASES, len(CASES) // 10)
     wrong = {}
     for case in cases:
-        if case.damage is device and not makes_devices():
+        if case.damage == "device" and not makes_devices():
             continue
         try:
             found = outcome(case, originals, told)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.manager.damages import DAMAGES, removed
 from tests.manager.runs import commit, opened, saved
 
 import holdfast as hf
@@ -128,39 +129,18 @@ def test_a_run_behind_a_link_goes_on(tmp_path: Path) -> None:
     np.testing.assert_array_equal(hf.load(tmp_path / "disk" / "one")["w"], tree(2)["w"])
 
 
-def folder(place: Path, outside: Path) -> None:
-    place.mkdir()
-    (place / "4.1.json").write_text("{}")
-
-
 IN_THE_WAY: dict[str, Callable[[Path, Path], object]] = {
     "link to file": lambda place, outside: place.symlink_to(outside / "precious.json"),
     "link to folder": lambda place, outside: place.symlink_to(outside),
     "link to nothing": lambda place, outside: place.symlink_to(outside / "nothing"),
     "link to device": lambda place, outside: place.symlink_to("/dev/zero"),
-    "pipe": lambda place, outside: os.mkfifo(place),
-    "folder": folder,
+    "pipe": lambda place, outside: DAMAGES["pipe"](place),
+    "folder": lambda place, outside: DAMAGES["folder"](place),
 }
 OURS = (
-    "owner.json",
-    "events.jsonl",
-    "events.1.jsonl",
-    "options.json",
-    "steps.log",
-    "metadata",
-    "metadata/data.json",
-    "metrics",
-    "metrics/2.x.json",
-    "3",
-    "3/checkpoint.partial",
-    "2/checkpoint.partial",
-    "2/checkpoint.deleted",
-    "2/checkpoint.json",
-    "2/state",
-    "2/state/tree.json",
-    "2/state/manifest.ocdbt",
-    "2/state/d",
-    "2/state/d/index",
+    *("owner.json", "events.jsonl", "events.1.jsonl", "options.json", "steps.log", "metadata", "metadata/data.json"),
+    *("metrics", "metrics/2.x.json", "3", "3/checkpoint.partial", "2/checkpoint.partial", "2/checkpoint.deleted"),
+    *("2/checkpoint.json", "2/state", "2/state/tree.json", "2/state/manifest.ocdbt", "2/state/d", "2/state/d/index"),
 )
 
 
@@ -198,9 +178,7 @@ def test_nothing_waits_or_is_written_elsewhere(tmp_path: Path, put: Callable[[Pa
     for number, name in enumerate(OURS):
         run = tmp_path / str(number) / "run"
         shutil.copytree(tmp_path / "made", run)
-        place = run / name
-        shutil.rmtree(place, ignore_errors=True)
-        place.unlink(missing_ok=True)
+        place = removed(run / name)
         place.parent.mkdir(exist_ok=True)
         put(place, outside)
         for error in life(run, name):

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.manager.runs import commit, flip, saved
+from tests.manager.damages import DAMAGES
+from tests.manager.runs import commit, newest_whole, saved
 
 import holdfast as hf
 from holdfast.engine.checkpoint import PendingCheckpoint
@@ -53,9 +54,6 @@ class BrokenDisk:
         return call
 
 
-Break = Callable[[BrokenDisk, Path], None]
-
-
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[BrokenDisk]:
     with monkeypatch.context() as patch:
@@ -67,35 +65,6 @@ def run(tmp_path: Path) -> Path:
     """A run with the steps 1 to 3."""
     saved(tmp_path / "run", 1, 2, 3, items=tree)
     return tmp_path / "run"
-
-
-def failing(code: int) -> Break:
-    return lambda disk, path: disk.breaks(path, code)
-
-
-def flipped(disk: BrokenDisk, path: Path) -> None:
-    flip(path, 0)
-
-
-def loop(disk: BrokenDisk, path: Path) -> None:
-    """Puts a link to itself in the place of a file or folder."""
-    path.rename(path.with_name(f"{path.name} before"))
-    path.symlink_to(path.name)
-
-
-def pipe(disk: BrokenDisk, path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-def folder(disk: BrokenDisk, path: Path) -> None:
-    path.unlink()
-    (path / "x").mkdir(parents=True)
-
-
-def lost_link(disk: BrokenDisk, path: Path) -> None:
-    path.unlink()
-    path.symlink_to("nowhere")
 
 
 PARTS = {
@@ -112,8 +81,7 @@ def check_resumes(run: Path, caplog: pytest.LogCaptureFixture, said: str = "cann
     """Opens the run and takes its newest whole step, which is the one before the last."""
     manager = hf.CheckpointManager(run)
     with caplog.at_level(logging.WARNING):
-        restored = manager.restore_latest()
-    assert restored is not None
+        restored = newest_whole(manager)
     [(skipped, why)] = restored.skipped
     assert (restored.step, skipped) == (2, 3)
     assert re.search(said, why)
@@ -127,20 +95,21 @@ def check_resumes(run: Path, caplog: pytest.LogCaptureFixture, said: str = "cann
 @pytest.mark.parametrize(
     ("part", "broken", "said"),
     [
-        *((part, failing(errno.EIO), "cannot (be read|open|read)") for part in PARTS),
-        *((part, failing(errno.EUCLEAN), "cannot (be read|open|read)") for part in PARTS),
-        *((part, flipped, PARTS[part].partition("*")[2] or PARTS[part]) for part in PARTS if part != "folder"),
-        ("folder", loop, "Too many levels of symbolic links"),
-        ("record", loop, "Too many levels of symbolic links"),
-        ("record", pipe, "not a regular file"),
-        ("record", folder, "not a regular file"),
+        *((part, errno.EIO, "cannot (be read|open|read)") for part in PARTS),
+        *((part, errno.EUCLEAN, "cannot (be read|open|read)") for part in PARTS),
+        *((part, "flipped", PARTS[part].partition("*")[2] or PARTS[part]) for part in PARTS if part != "folder"),
+        *((part, "loop", "Too many levels of symbolic links") for part in ("folder", "record")),
+        *(("record", strange, "not a regular file") for strange in ("pipe", "folder")),
     ],
 )
 def test_the_newest_step_cannot_be_read(
-    part: str, broken: Break, said: str, run: Path, disk: BrokenDisk, caplog: pytest.LogCaptureFixture
+    part: str, broken: int | str, said: str, run: Path, disk: BrokenDisk, caplog: pytest.LogCaptureFixture
 ) -> None:
     (path,) = (run / "3").glob(PARTS[part]) if part == "data" else [run / "3" / PARTS[part]]
-    broken(disk, path)
+    if isinstance(broken, int):
+        disk.breaks(path, broken)
+    else:
+        DAMAGES[broken](path)
     with pytest.raises(hf.DamagedCheckpointError, match=said):
         hf.load(run)  # the newest was asked for
     assert hf.load(run / "2")["step"] == 2
@@ -153,20 +122,19 @@ def test_the_newest_step_cannot_be_read(
         assert manager.all_steps() == [1, 2, 3]
         manager.save(4, tree(4))
     assert hf.load(run / "3") == {"step": "again"}
-    is_kept = broken is not flipped
+    is_kept = broken != "flipped"
     assert ("what was there is now 3.unreadable" in caplog.text) is is_kept
     assert os.path.lexists(run / "3.unreadable") is is_kept
-    if is_kept and broken not in (loop, pipe, folder):
+    if isinstance(broken, int):
         disk.is_repaired()
         assert hf.verify(run / "3.unreadable").ok
         assert hf.load(run / "3.unreadable")["step"] == 3
     assert hf.CheckpointManager(run).all_steps() == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("strange", [loop, folder, pipe, lost_link])
-def test_what_lies_in_the_place_of_the_marker_of_a_deletion(strange: Break, run: Path, disk: BrokenDisk) -> None:
-    (run / "2" / "checkpoint.deleted").touch()
-    strange(disk, run / "2" / "checkpoint.deleted")
+@pytest.mark.parametrize("strange", ["loop", "folder", "pipe", "dangling link"])
+def test_what_lies_in_the_place_of_the_marker_of_a_deletion(strange: str, run: Path) -> None:
+    DAMAGES[strange](run / "2" / "checkpoint.deleted")
     with hf.CheckpointManager(run) as manager:
         manager.delete(2)
     assert not (run / "2").exists()
