@@ -407,16 +407,6 @@ def test_processes_agree_on_what_may_differ_between_them(
     assert schedule.certain == (() if asks or trigger.reads_metrics else (trigger,))
 
 
-def test_processes_agree_at_steps_that_follow_the_interval() -> None:
-    """Process 0 names the step of the next agreement half-way to the next save, for any interval."""
-    learned = LearnedInterval(10, HOUR)
-    schedule = SyncSchedule([learned])
-    assert schedule.next_step(1, 1.0, 0.0) == 2
-    assert schedule.next_step(2, 2.0, 0.0) == 2 + 5
-    learned.learn([event("started", 0), saved(60, blocked=0.1), saved(120, blocked=0.1)])
-    assert schedule.next_step(7, 7.0, 0.0) == 7 + int(learned.interval_secs / 2)
-
-
 def test_several_processes_save_at_the_steps_of_process_0(tmp_path: Path) -> None:
     """Only it knows the history of the run, and the clocks of the others differ."""
     hours = [saved(HOUR * number, blocked=0.2, total=0.2) for number in range(1, 41)]

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.manager.runs import commit, flip, opened
+from tests.manager.runs import commit, flip, newest_whole, opened
 from tests.processes.threads import memory_coordinators, together, unwrap
 
 import holdfast as hf
@@ -110,19 +110,29 @@ class Hosts:
             if restored is None:
                 return None, 0
             assert equal(restored.items, restored.step, self.size)
-            assert manager._local is not None
-            return restored.step, sum(peer.bytes_read for peer in manager._local._hosts.peers.values())
+            return restored.step, sum(peer.bytes_read for peer in internals(manager)._hosts.peers.values())
 
         found = self.run(work)
         (step,) = {step for step, _ in found}
         return step, sum(count for _, count in found)
 
 
+def internals(manager: hf.CheckpointManager) -> Any:
+    return manager._local
+
+
 def stop(manager: hf.CheckpointManager) -> None:
     """Ends a manager as if the program were killed: nothing more is written, and nothing is removed."""
-    assert manager._local is not None
-    manager._local.close(finished=False)
+    internals(manager).close(finished=False)
     manager._steps.ownership.release()
+
+
+def failure(manager: hf.CheckpointManager) -> str:
+    """Returns the error of the last local save."""
+    status = manager.local_status()
+    assert status is not None
+    assert status.error is not None
+    return status.error
 
 
 @pytest.fixture
@@ -194,35 +204,39 @@ def test_a_later_save_of_a_step_replaces_its_local_one(tmp_path: Path) -> None:
     assert hosts.resume()[0] == 8
 
 
-def test_a_local_step_has_no_record_in_the_directory_to_be_changed(tmp_path: Path) -> None:
+def test_a_step_that_only_the_hosts_have(tmp_path: Path) -> None:
     hosts = Hosts(tmp_path, 1).train(1, 15)
 
     def work(manager: hf.CheckpointManager) -> list[int]:
+        """Nothing of the directory is changed by it, which has no record of it."""
         peek = manager.peek()
         assert peek is not None
         assert peek.step == manager.latest_step() == 14
-        for call in (manager.pin, manager.unpin, manager.delete, manager.why_kept):
+        changes: list[Callable[[int], Any]] = [manager.pin, manager.unpin, manager.delete, manager.why_kept]
+        for call in (*changes, lambda step: manager.record_metrics(step, {"loss": 1.0})):
             with pytest.raises(hf.errors.CheckpointNotFoundError, match="no checkpoint of step 14"):
                 call(14)
-        with pytest.raises(hf.errors.CheckpointNotFoundError, match="no checkpoint of step 14"):
-            manager.record_metrics(14, {"loss": 1.0})
         return manager.all_steps()
 
     assert hosts.run(work) == [[10]]
     assert not (tmp_path / "store/14").exists()
     assert hosts.resume()[0] == 14
-
-
-@pytest.mark.parametrize("resume", [14, 12])
-def test_a_step_that_only_the_hosts_have_is_resumed_by_its_number(tmp_path: Path, resume: int) -> None:
-    hosts = Hosts(tmp_path, 1).train(1, 15)
     local = hf.Local(hosts.place(0), every=2, copies=0, host="host0")
     options: dict[str, Any] = {"local": local, "save_interval_steps": 10, "save_at_end": False}
-    with hf.CheckpointCallback(tmp_path / "store", resume=resume, **options) as callback:
-        state, start = callback.restore_or_initialize(tree(0))
-        assert start == resume
-        assert equal(state, resume)
-        assert equal(callback.manager.restore(14)["state"], 14)
+    for resume in (14, 12):
+        with hf.CheckpointCallback(tmp_path / "store", resume=resume, **options) as callback:
+            state, start = callback.restore_or_initialize(tree(0))
+            assert start == resume
+            assert equal(state, resume)
+            assert equal(callback.manager.restore(14)["state"], 14)
+    with hf.CheckpointManager(tmp_path / "store") as manager:  # without local steps
+        manager.pin(10)
+        assert manager.latest_step() == 10
+    assert hosts.resume()[0] == 14, "nothing was saved without them"
+    with hf.CheckpointManager(tmp_path / "store") as manager:
+        manager.restore(10)
+        manager.save(12, tree(12))
+    assert hosts.resume()[0] == 12
 
 
 def test_a_local_step_of_a_branch_that_was_left_is_refused_by_its_number(tmp_path: Path) -> None:
@@ -275,27 +289,6 @@ def test_a_local_step_of_another_branch_does_not_stand_in(tmp_path: Path) -> Non
     assert hosts.resume()[0] == 10
 
 
-def test_local_steps_do_not_count_after_a_run_without_them(tmp_path: Path) -> None:
-    hosts = Hosts(tmp_path, 1).train(1, 15)
-    with hf.CheckpointManager(tmp_path / "store") as manager:
-        manager.pin(10)
-        assert manager.latest_step() == 10
-    assert hosts.resume()[0] == 14, "nothing was saved without them"
-    with hf.CheckpointManager(tmp_path / "store") as manager:
-        manager.restore(10)
-        manager.save(12, tree(12))
-    assert hosts.resume()[0] == 12
-
-
-def test_a_directory_that_was_moved_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    hosts = Hosts(tmp_path, 2).train(1, 15)
-    (tmp_path / "store").rename(tmp_path / "moved")
-    assert Hosts(tmp_path, 2, store_name="moved").resume() == (10, 0)
-    assert "is left: it is of the same run in a directory at another path" in caplog.text
-    (tmp_path / "store").symlink_to(tmp_path / "moved")
-    assert hosts.resume()[0] == 14
-
-
 def test_what_cannot_be_read_on_one_host_does_not_count(tmp_path: Path) -> None:
     hosts = Hosts(tmp_path, 2).train(1, 15)
     copies = next(hosts.place(1).glob("*/copies"))
@@ -336,10 +329,7 @@ def test_a_run_that_was_superseded_saves_no_local_step(tmp_path: Path) -> None:
     owner.write_bytes((tmp_path / "before").read_bytes())  # a program on another node has taken over
     old.save_locally(14, tree(14))
     old.wait_until_finished()
-    status = old.local_status()
-    assert status is not None
-    assert status.error is not None
-    assert "another manager has taken over" in status.error
+    assert "another manager has taken over" in failure(old)
     stop(old)
     assert hosts.resume()[0] == 12
 
@@ -410,8 +400,7 @@ def test_a_local_step_that_is_damaged_after_it_was_verified_is_passed_over(
 
     def work(manager: hf.CheckpointManager) -> tuple[int, list[int]]:
         flip(next((newest(hosts.place(0)) / "state" / "d").glob("*.0.*")))
-        restored = manager.restore_latest()
-        assert restored is not None
+        restored = newest_whole(manager)
         assert equal(restored.items, restored.step)
         return restored.step, [step for step, _ in restored.skipped]
 
@@ -419,15 +408,23 @@ def test_a_local_step_that_is_damaged_after_it_was_verified_is_passed_over(
     assert "the local step 14 is damaged and passed over, on process 0" in caplog.text
 
 
-def test_another_run_is_never_taken(tmp_path: Path) -> None:
+def test_another_run_is_never_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     hosts = Hosts(tmp_path, 2).train(1, 15)
-    shutil.copytree(tmp_path / "store", tmp_path / "copy")
+    store, moved = tmp_path / "store", tmp_path / "moved"
+    store.rename(moved)
+    assert Hosts(tmp_path, 2, store_name="moved").resume() == (10, 0)
+    assert "is left: it is of the same run in a directory at another path" in caplog.text
+    store.symlink_to(moved)
+    assert hosts.resume()[0] == 14
+    store.unlink()
+    moved.rename(store)
+    shutil.copytree(store, tmp_path / "copy")
     copy = Hosts(tmp_path, 2, store_name="copy")
     assert copy.resume() == (10, 0), "a copy of the directory is another run"
     copy.train(11, 12)
     assert copy.resume()[0] == 12
     assert hosts.resume()[0] == 14
-    shutil.rmtree(tmp_path / "store")
+    shutil.rmtree(store)
     assert hosts.resume() == (None, 0)
     hosts.train(1, 3)
     assert hosts.resume()[0] == 2
@@ -455,7 +452,7 @@ def test_deleted_steps_do_not_come_back(tmp_path: Path, by: str, left: int, caps
 def test_a_host_without_room_is_told_and_training_continues(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     hosts = Hosts(tmp_path, 2)
 
-    def work(manager: hf.CheckpointManager) -> str | None:
+    def work(manager: hf.CheckpointManager) -> str:
         trains(manager, 1, 2)
         (run,) = hosts.place(1).iterdir()
         if manager.processes.is_primary:
@@ -464,9 +461,7 @@ def test_a_host_without_room_is_told_and_training_continues(tmp_path: Path, capl
         manager.processes.barrier("no room")
         for step in (4, 6, 8):
             trains(manager, step, step)
-        status = manager.local_status()
-        assert status is not None
-        error = status.error
+        error = failure(manager)
         assert len(list(hosts.place(manager.processes.index).glob("*/own/*"))) <= 2, "failed saves do not pile up"
         manager.processes.barrier("both have looked")
         if manager.processes.is_primary:
@@ -475,8 +470,7 @@ def test_a_host_without_room_is_told_and_training_continues(tmp_path: Path, capl
         trains(manager, 11, 12)
         return error
 
-    errors = hosts.run(work)
-    assert all(error and "host host1" in error for error in errors)
+    assert all("host host1" in error for error in hosts.run(work))
     assert "the local save of step 4 failed; training continues, and its steps are in" in caplog.text
     assert hosts.resume()[0] == 12
 
@@ -689,8 +683,7 @@ def test_a_local_save_counts_until_the_directory_has_the_step(
         gate.opened.set()
         with pytest.raises(hf.errors.SaveFailedError, match="killed here"):
             manager.wait_until_finished()
-        assert manager._local is not None
-        manager._local.background.join()
+        internals(manager).background.join()
 
     hosts.run(work)
     assert hosts.resume()[0] == 18
@@ -721,10 +714,8 @@ def test_a_look_at_an_older_step_leaves_no_local_step(
         with monkeypatch.context() as patch:
             patch.setattr("holdfast.engine.checkpoint.commit.write_record", no_room)
             trains(manager, 18 if last == 16 else 19, last + 2)
-        status = manager.local_status()
-        assert status is not None
-        assert status.step == last
-        assert status.error is not None
+        assert failure(manager)
+        assert internals(manager).status().step == last
 
     hosts.run(work)
     assert hosts.resume()[0] == last
@@ -791,14 +782,14 @@ def test_a_local_save_under_way_does_not_bring_back_what_is_deleted(
         gate.closed = True
         manager.save(22, tree(22))
         assert gate.reached.wait(30)
-        assert manager._local is not None
-        join = manager._local.background.join
+        background = internals(manager).background
+        join = background.join
 
         def wait() -> None:
             gate.opened.set()
             join()
 
-        monkeypatch.setattr(manager._local.background, "join", wait)
+        monkeypatch.setattr(background, "join", wait)
         monkeypatch.setattr(RunDirectory, how, delete)
         getattr(manager, how)(20 if how == "delete" else 10)
 

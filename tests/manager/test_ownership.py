@@ -30,23 +30,20 @@ from holdfast.engine.storage import FileLock, Helper, Location, as_location, loc
 
 TREE = {"weights": np.arange(10)}
 
-OWNER = """
-import sys, time
-import holdfast as hf
-manager = hf.CheckpointManager(sys.argv[1])
-manager.save(1, {"by": "the other process"})
-manager.wait_until_finished()
-print("ready", flush=True)
-time.sleep(60)
-"""
-
-FORKING_OWNER = """
+BEGINNING = """
 import os, sys, time
 import holdfast as hf
 from holdfast.engine.checkpoint import commit_protocol
 manager = hf.CheckpointManager(sys.argv[1])
 manager.save(1, {"by": "the other process"})
 manager.wait_until_finished()
+"""
+OWNER = f"""{BEGINNING}
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+FORKING_OWNER = f"""{BEGINNING}
 saved = hf.storage.as_location(sys.argv[1]) / "2"
 save = commit_protocol(saved)(saved, ["item"], overwrite=False)
 save.begin()

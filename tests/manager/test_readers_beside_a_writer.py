@@ -164,22 +164,6 @@ def test_damage_stays_damage(place: str, stored: Any) -> None:
     assert not hf.verify(place).ok
 
 
-def test_a_replacement_that_is_damaged_is_an_error(tmp_path: Path) -> None:
-    class Replaced(hf.handlers.PyTreeCheckpointHandler):
-        attempts = 0
-
-        def restore(self, *_: Any, **__: Any) -> Any:
-            Replaced.attempts += 1
-            assert Replaced.attempts < 10, "reads for ever"
-            if Replaced.attempts == 1:
-                hf.save(tmp_path / "ckpt", tree(2), overwrite=True)
-            raise hf.DamagedCheckpointError(f"attempt {Replaced.attempts}")
-
-    hf.save(tmp_path / "ckpt", tree(1))
-    with pytest.raises(hf.DamagedCheckpointError, match="attempt 2"):
-        hf.Checkpointer(Replaced()).restore(tmp_path / "ckpt")
-
-
 def test_a_step_that_is_deleted_after_the_listing_of_an_object_store(tmp_path: Path) -> None:
     run = hf.storage.as_location(f"memory://{tmp_path.name}/run")
     with hf.CheckpointManager(run) as manager:

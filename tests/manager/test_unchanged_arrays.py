@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from tests.equality import assert_same
 from tests.events import heard
-from tests.manager.runs import commit, opened
+from tests.manager.runs import commit, flip, newest_whole, opened
 
 import holdfast as hf
 from holdfast.components import Checkpointable, ComponentCheckpointHandler
@@ -44,10 +44,6 @@ def base() -> NDArray[np.float32]:
 
 def tree(step: int, frozen: NDArray[Any] | None = None) -> Tree:
     return {"frozen": base() if frozen is None else frozen, "adapter": np.full(OTHER, step, np.float32), "step": step}
-
-
-def manager(run: Path, **options: Any) -> hf.CheckpointManager:
-    return opened(run, **options)
 
 
 def save(run: hf.CheckpointManager, step: int, items: Any, **arguments: Any) -> dict[str, Any]:
@@ -91,7 +87,7 @@ def run(tmp_path: Path) -> Path:
 )
 def test_ten_saves_of_a_frozen_base_take_two(run: Path, tmp_path: Path, convert: Callable[[Any], Any]) -> None:
     saved: Callable[[int], Tree] = lambda step: {name: convert(value) for name, value in tree(step).items()}  # noqa: E731
-    with manager(run, max_to_keep=4) as writer:
+    with opened(run, max_to_keep=4) as writer:
         for step in range(10):
             report = save(writer, step, saved(step))
             assert on_disk(run) <= 2.2 * 4 * BASE
@@ -118,7 +114,7 @@ def test_ten_saves_of_a_frozen_base_take_two(run: Path, tmp_path: Path, convert:
 
 def test_what_changes_lies_apart_from_what_does_not(run: Path) -> None:
     """A large part that changes leaves the first file mostly dead: the next ones hold only what stays."""
-    with manager(run, max_to_keep=3) as writer:
+    with opened(run, max_to_keep=3) as writer:
         for step in range(8):
             report = save(writer, step, {**tree(step), "large": np.full(2 * BASE, step, np.float32)})
             if step >= 3:
@@ -218,7 +214,7 @@ def test_rare_items_have_lineages_of_their_own(run: Path) -> None:
 
 @pytest.mark.parametrize("max_to_keep", [1, 2, 3])
 def test_retention_over_shared_files(run: Path, max_to_keep: int) -> None:
-    with manager(run, max_to_keep=max_to_keep, keep_period=4) as writer:
+    with opened(run, max_to_keep=max_to_keep, keep_period=4) as writer:
         for step in range(9):
             save(writer, step, tree(step))
             for kept in writer.all_steps():
@@ -294,7 +290,7 @@ def test_a_change_of_one_element_is_never_missed(tmp_path_factory: pytest.TempPa
     aliased = jax.device_put(memory)  # on the CPU, it is the memory of numpy
     expected: list[Tree] = []
     shared = 0
-    with manager(run) as writer:
+    with opened(run) as writer:
         for step, (what, torch_change, numpy_change, at, value) in enumerate(steps):
             if what == "tensor":
                 TORCH_CHANGES[torch_change](tensor, at, float(value))
@@ -380,7 +376,7 @@ def test_the_newest_step_shares_nothing_with_the_one_to_fall_back_to(
 ) -> None:
     run = tmp_path_factory.mktemp("run")
     frozen = np.arange(SHARED, dtype=np.float32)
-    with pytest.MonkeyPatch.context() as patch, manager(run, max_to_keep=5) as writer:
+    with pytest.MonkeyPatch.context() as patch, opened(run, max_to_keep=5) as writer:
         saved = 0
         for what in ["save", *history, "save", "save"]:
             steps = writer.all_steps()
@@ -414,28 +410,14 @@ def _refuse(ownership: Ownership, *, at_once: bool = False) -> None:
         raise hf.errors.StorageError("not now")
 
 
-def flip(path: Path) -> None:
-    """Change a bit as a disk does: the file's times stay."""
-    times = path.stat()
-    path.chmod(0o644)
-    with path.open("r+b") as file:
-        file.seek(path.stat().st_size // 2)
-        (byte,) = file.read(1)
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte ^ 1]))
-    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-
-
 def test_a_bad_sector_in_a_shared_file(run: Path) -> None:
     """It takes one lineage; the run falls back to the other, and builds on neither."""
-    with manager(run, max_to_keep=4) as writer:
+    with opened(run, max_to_keep=4) as writer:
         for step in range(6):
             save(writer, step, tree(step))
-        largest = max((run / "5").rglob("d/*"), key=lambda path: path.stat().st_size)
-        assert largest.stat().st_nlink == 2
-        flip(largest)
-        restored = writer.restore_latest()
-        assert restored is not None
+        assert largest(run / "5").stat().st_nlink == 2
+        flip(largest(run / "5"))
+        restored = newest_whole(writer)
         assert restored.step == 4
         assert_same(restored.items, tree(4))
         damaged = {item.step for item in hf.verify(run).checkpoints if item.problems}
@@ -486,7 +468,7 @@ def test_without_links(run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytes
 def test_nothing_is_shared(run: Path, monkeypatch: pytest.MonkeyPatch, patches: Any, options: dict[str, Any]) -> None:
     for (module, name), does in patches.items():
         monkeypatch.setattr(module, name, does)
-    with manager(run, **options) as writer:
+    with opened(run, **options) as writer:
         assert [save(writer, step, tree(step))["shared_bytes"] for step in range(4)] == [0] * 4
     assert all(path.stat().st_nlink == 1 for path in run.rglob("d/*"))
     assert hf.verify(run).ok
@@ -508,45 +490,34 @@ def test_clones_where_links_are_refused(run: Path, monkeypatch: pytest.MonkeyPat
     assert all(one.isdisjoint(other) for one, other in itertools.pairwise(names)), "clones have lineages, too"
 
 
-def _overwrite(step: Path) -> None:
-    content = _largest(step).read_bytes()
-    _largest(step).write_bytes(content[::-1])
-
-
-def _overwrite_and_set_back(step: Path) -> None:
-    """Writes to a file as rsync --inplace --times does, and as a bad disk might: nothing but the ctime shows it."""
-    times = _largest(step).stat()
-    _overwrite(step)
-    os.utime(_largest(step), ns=(times.st_atime_ns, times.st_mtime_ns))
-
-
-def _replace(step: Path) -> None:
-    file = _largest(step)
-    content = file.read_bytes()
-    file.unlink()
-    file.write_bytes(content[::-1])
-
-
-def _largest(step: Path) -> Path:
+def largest(step: Path) -> Path:
     file = max(step.rglob("d/*"), key=lambda path: path.stat().st_size)
     file.chmod(0o644)
     return file
 
 
+def replace(step: Path) -> None:
+    file = largest(step)
+    content = file.read_bytes()
+    file.unlink()
+    file.write_bytes(content[::-1])
+
+
 @pytest.mark.parametrize(
     ("meddle", "whole"),
     [
-        pytest.param(lambda step: os.truncate(_largest(step), 1000), False, id="truncated"),
-        pytest.param(_overwrite, False, id="written to"),
-        pytest.param(_overwrite_and_set_back, False, id="written to, its times set back"),
-        pytest.param(_replace, False, id="replaced"),
-        pytest.param(lambda step: _largest(step).unlink(), False, id="deleted"),
+        pytest.param(lambda step: os.truncate(largest(step), 1000), False, id="truncated"),
+        pytest.param(lambda step: largest(step).write_bytes(largest(step).read_bytes()[::-1]), False, id="written to"),
+        # As rsync --inplace --times does, and as a bad disk might: nothing but the ctime shows it.
+        pytest.param(lambda step: flip(largest(step)), False, id="written to, its times set back"),
+        pytest.param(replace, False, id="replaced"),
+        pytest.param(lambda step: largest(step).unlink(), False, id="deleted"),
         pytest.param(lambda step: step.rename(step.with_name("0.unreadable")), False, id="moved aside"),
         pytest.param(shutil.rmtree, False, id="step deleted"),
-        pytest.param(lambda step: _largest(step).chmod(0o640), True, id="rights"),
-        pytest.param(lambda step: step.with_name("backup").hardlink_to(_largest(step)), True, id="a backup of links"),
+        pytest.param(lambda step: largest(step).chmod(0o640), True, id="rights"),
+        pytest.param(lambda step: step.with_name("backup").hardlink_to(largest(step)), True, id="a backup of links"),
         pytest.param(
-            lambda step: os.utime(_largest(step), ns=(0, _largest(step).stat().st_mtime_ns)), True, id="time of access"
+            lambda step: os.utime(largest(step), ns=(0, largest(step).stat().st_mtime_ns)), True, id="time of access"
         ),
     ],
 )
@@ -566,7 +537,7 @@ def test_deletions_of_the_run_itself_make_no_file_suspicious(run: Path, monkeypa
     def read(*arguments: Any, **options: Any) -> None:
         raise AssertionError("read again")
 
-    with monkeypatch.context() as patch, manager(run, max_to_keep=3) as writer:
+    with monkeypatch.context() as patch, opened(run, max_to_keep=3) as writer:
         patch.setattr(hf.storage.Location, "open_data", read)
         assert [bool(save(writer, step, tree(step))["shared_bytes"]) for step in range(8)] == [False] * 2 + [True] * 6
     assert hf.verify(run).ok
@@ -588,7 +559,7 @@ def test_what_changes_is_soon_not_digested_any_more(run: Path, monkeypatch: pyte
     monkeypatch.setattr(reuse, "content_digest", content_digest)
     everywhere, hidden = np.zeros(BASE // 4, np.float32), np.zeros(BASE // 4, np.float32)
     counts = []
-    with manager(run, max_to_keep=1) as writer:
+    with opened(run, max_to_keep=1) as writer:
         for step in range(24):
             everywhere += 1
             hidden[100] += 1
