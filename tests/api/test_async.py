@@ -16,9 +16,7 @@ from tests.equality import assert_same
 import holdfast as hf
 
 
-def test_a_checkpoint_has_the_values_of_the_moment_at_which_the_call_returned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_has_the_values_of_the_moment_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     changed, real = threading.Event(), os.pwrite
 
@@ -41,9 +39,7 @@ def test_a_checkpoint_has_the_values_of_the_moment_at_which_the_call_returned(
     assert_same(hf.load_async({"w": tmp_path / "a", "l/*": tmp_path / "b"}).result()["l"], [1])
 
 
-def test_errors_are_raised_by_the_call_before_the_snapshot_and_by_the_future_after_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_before_the_snapshot_are_raised_by_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hf.save(tmp_path / "there", {"x": 1})
     with pytest.raises(hf.CheckpointExistsError):
         hf.save_async(tmp_path / "there", {"x": 2})

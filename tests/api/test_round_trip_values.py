@@ -148,9 +148,7 @@ def test_unsupported_leaves_are_named_and_leave_nothing_behind(leaf: Any, says: 
 
 
 def test_a_path_that_is_too_long(tmp_path: Any, place: str) -> None:
-    with pytest.raises(
-        hf.errors.UnsupportedLeafError, match=r"the leaf aü+.* has a path of 60001 bytes, expected at most 60000"
-    ):
+    with pytest.raises(hf.errors.UnsupportedLeafError, match=r"the leaf aü+.* has a path of 60001 bytes.* 60000"):
         hf.save(tmp_path / "ckpt", {"fine": 1, "a" + "ü" * 30_000: np.ones(3)})
     assert list(tmp_path.iterdir()) == []
     tree = {"ü" * 30_000: np.arange(2000.0)}

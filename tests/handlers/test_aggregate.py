@@ -104,9 +104,7 @@ def test_arrays_of_three_libraries(place: str, pytrees: hf.PyTreeCheckpointer) -
         pytrees.restore(place, {**tree, "jax": jnp.zeros(5)})
 
 
-def test_leaves_that_cannot_be_aggregated(
-    place: str, pytrees: hf.PyTreeCheckpointer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_leaves_that_are_refused(place: str, pytrees: hf.PyTreeCheckpointer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(args, "AGGREGATE_LIMIT", 1000)
     mesh = Mesh(np.array(jax.devices()[:4]), ("x",))
     for leaf, message in (
@@ -254,9 +252,7 @@ def test_casting(place: str, pytrees: hf.PyTreeCheckpointer, aggregate: bool) ->
     ],
     ids=str,
 )
-def test_a_cast_gives_what_numpy_gives_in_a_save_and_in_a_restore(
-    place: str, pytrees: hf.PyTreeCheckpointer, dtype: Any
-) -> None:
+def test_casts_of_saves_and_restores_are_those_of_numpy(place: str, pytrees: hf.PyTreeCheckpointer, dtype: Any) -> None:
     tree = {"a": np.arange(100).reshape(4, 25) % (2 if dtype is np.bool_ else 7)}
     if dtype in (np.float16, jnp.bfloat16, np.float32):
         tree |= {"w": np.array([0.1, NAN, np.inf, -np.inf]), "n": np.array([3, (1 << 15) + 1])}
@@ -268,9 +264,7 @@ def test_a_cast_gives_what_numpy_gives_in_a_save_and_in_a_restore(
 
 
 def test_complex_numbers_are_not_cut(place: str, pytrees: hf.PyTreeCheckpointer) -> None:
-    with pytest.raises(
-        hf.errors.UnsupportedLeafError, match="a: complex128 cannot be cast to float32, which has no imaginary"
-    ):
+    with pytest.raises(hf.errors.UnsupportedLeafError, match="a: complex128 cannot be cast to float32, which"):
         pytrees.save(place, {"a": np.ones(2, complex)}, save_args=hf.SaveArgs(dtype=np.float32))
 
 
@@ -294,9 +288,7 @@ MISFITS: dict[str, tuple[Any, Any, str]] = {
 
 @pytest.mark.parametrize("options", [{}, {"compression": 3}, {"aggregate": True}], ids=["plain", "packed", "aggregate"])
 @pytest.mark.parametrize(("value", "dtype", "message"), MISFITS.values(), ids=MISFITS)
-def test_saving_values_that_do_not_fit(
-    place: str, value: Any, dtype: Any, message: str, options: dict[str, Any]
-) -> None:
+def test_saving_what_does_not_fit(place: str, value: Any, dtype: Any, message: str, options: dict[str, Any]) -> None:
     save_args = {"a": {"b": hf.SaveArgs(dtype=dtype, **options)}}
     with pytest.raises(hf.errors.UnsupportedLeafError, match=f"a/b: expected values that .*{message}"):
         hf.PyTreeCheckpointer().save(place, {"a": {"b": value}, "c": np.zeros(3)}, save_args=save_args)

@@ -116,9 +116,7 @@ def test_a_train_state_on_another_mesh(place: str) -> None:
 
 def test_unknown_axes_of_a_mesh(place: str, checkpointer: hf.PyTreeCheckpointer) -> None:
     restore_args = {"w": hf.ArrayRestoreArgs(mesh=MESH, mesh_axes=Spec("q"))}
-    with pytest.raises(
-        hf.errors.OptionError, match=r"w: mesh_axes=.*'q'.* must name axes of the mesh.* has the axes x, y"
-    ):
+    with pytest.raises(hf.errors.OptionError, match=r"w: mesh_axes=.*'q'.* axes of the mesh.* the axes x, y"):
         checkpointer.restore(place, restore_args=restore_args)
 
 

@@ -85,9 +85,7 @@ MOMENTS = {"never": False, "later": False, "writing": True, "committed": True}  
 
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("replaces", [False, True], ids=["a new step", "a step that is replaced"])
-def test_an_interrupt_while_the_thread_starts(
-    moment: str, replaces: bool, tmp_path: Path, interrupt: Interrupt
-) -> None:
+def test_an_interrupt_while_a_thread_starts(moment: str, replaces: bool, tmp_path: Path, interrupt: Interrupt) -> None:
     saved = MOMENTS[moment]
     with hf.CheckpointManager(tmp_path, hf.AsyncCheckpointer(interrupt.handler)) as manager:
         commit(manager, 1, TREE)
@@ -121,9 +119,7 @@ def test_a_save_without_a_manager(tmp_path: Path, interrupt: Interrupt) -> None:
 
 
 @pytest.mark.parametrize("locked", ["owner.json", "1/checkpoint.partial", "2/checkpoint.partial"])
-def test_a_lock_that_is_taken_when_the_interrupt_comes(
-    locked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_that_is_taken_at_the_interrupt(locked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The owner's file, what a killed save has left, and the marker of a new save."""
     if locked.startswith("1"):
         (tmp_path / "1").mkdir()

@@ -275,9 +275,7 @@ def test_more_failures_shorten_it_and_dearer_saves_lengthen_it(
         pytest.param([1.0] * 3, [2.0] * 10, None, id="nothing to compare with"),
     ],
 )
-def test_what_a_save_costs_the_steps_beside_it(
-    without: Sequence[float], during: Sequence[float], share: float | None
-) -> None:
+def test_how_much_a_save_slows_steps(without: Sequence[float], during: Sequence[float], share: float | None) -> None:
     pace, now, step = StepPace(), 0.0, 0
     for save, lengths in ((None, without), (1, during)):
         if save:
@@ -399,9 +397,7 @@ class OnSpike:
     ],
     ids=["steps", "time", "no metrics", "metrics", "metrics of one's own"],
 )
-def test_processes_agree_on_what_may_differ_between_them(
-    trigger: SavePolicy, metrics: dict[str, float] | None, asks: bool
-) -> None:
+def test_processes_agree_on_what_may_differ(trigger: SavePolicy, metrics: dict[str, float] | None, asks: bool) -> None:
     schedule = SyncSchedule([trigger])
     assert schedule.asks(7, metrics, None) is asks
     assert schedule.certain == (() if asks or trigger.reads_metrics else (trigger,))

@@ -158,9 +158,7 @@ def unread(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
         pytest.param(64, 1, SIZE, marks=pytest.mark.sweep),
     ],
 )
-def test_a_run_resumes_from_the_newest_local_step_with_any_one_host_lost(
-    tmp_path: Path, count: int, per_host: int, size: int, unread: list[str]
-) -> None:
+def test_any_one_host_may_be_lost(tmp_path: Path, count: int, per_host: int, size: int, unread: list[str]) -> None:
     hosts = Hosts(tmp_path, count, per_host, store=4, size=size).train(1, 7)
     unread.clear()
     assert hosts.resume()[0] == 6
@@ -377,9 +375,7 @@ def newest(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["d/index", "manifest.ocdbt", "tree.json", "d/*.0.*"])
-def test_a_flipped_bit_is_found_where_it_lies_and_the_copy_counts(
-    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_bit_is_flipped_and_the_copy_counts(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
     hosts = Hosts(tmp_path, 2).train(1, 15)
     (file,) = (newest(hosts.place(0)) / "state").glob(name)
     flip(file, 8)
@@ -393,9 +389,7 @@ def test_a_flipped_bit_is_found_where_it_lies_and_the_copy_counts(
     assert hosts.resume()[0] == 12, "every copy is damaged"
 
 
-def test_a_local_step_that_is_damaged_after_it_was_verified_is_passed_over(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_local_step_that_is_damaged_later_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     hosts = Hosts(tmp_path, 1).train(1, 15)
 
     def work(manager: hf.CheckpointManager) -> tuple[int, list[int]]:
@@ -812,9 +806,7 @@ def test_each_prefix_is_a_run_with_a_history_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "bad", [{"custom_metadata": {"a": object()}}, {"metrics": {"loss": "bad"}}], ids=["a fact", "a metric"]
 )
-def test_processes_read_and_save_the_same_steps_after_one_has_failed(
-    tmp_path: Path, bad: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_processes_go_on_after_a_failure(tmp_path: Path, bad: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     hosts = Hosts(tmp_path, 2).train(1, 18)
 
     def work(manager: hf.CheckpointManager) -> None:

@@ -229,9 +229,7 @@ SCORES = {"scores": Scores(0.5, np.array([0.25, math.inf]))}
     ],
 )
 @pytest.mark.parametrize("late", [False, True])
-def test_metrics_may_be_any_containers_of_numbers(
-    tmp_path: Path, given: Any, best_fn: Any, stored: Any, late: bool
-) -> None:
+def test_metrics_are_containers_of_numbers(tmp_path: Path, given: Any, best_fn: Any, stored: Any, late: bool) -> None:
     """They are the same for ``best_fn`` when the step is saved and after a restart."""
     options: Any = {"save_on_best": not late, "best_fn": best_fn, "best_mode": "max", "max_to_keep": 1}
     with opened(tmp_path, **options) as manager:
@@ -427,9 +425,7 @@ def test_the_loop_goes_on_while_saving(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", ["pin", "delete"])
-def test_a_step_is_changed_once_no_thread_replaces_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
-) -> None:
+def test_a_step_is_changed_after_its_replacement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
     handler, editions = let_go(), [3]
     with hf.CheckpointManager(tmp_path, hf.AsyncCheckpointer(handler)) as manager:
         commit(manager, 1, tree(1))

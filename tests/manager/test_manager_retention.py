@@ -157,9 +157,7 @@ def test_when_it_saves(place: str, given: hf.CheckpointManagerOptions, saved: li
         ([every(2, 3), PowersOfTwo()], [24, 26, 28]),
     ],
 )
-def test_periods_with_a_number_say_what_is_kept_too(
-    place: str, save: list[hf.Every], kept: list[int], restart_at: list[int]
-) -> None:
+def test_periods_say_what_is_kept_too(place: str, save: list[hf.Every], kept: list[int], restart_at: list[int]) -> None:
     given = options(save=save)
     assert train(place, given, range(1, 29), restart_at=restart_at)[1] == kept
     listed = {one.step: one.kept for one in hf.list_checkpoints(place)}
@@ -184,9 +182,7 @@ def test_periods_with_a_number_say_what_is_kept_too(
         pytest.param(100, 250, [151, 152, 200], [151, 200], id="the counter went back"),
     ],
 )
-def test_saving_every_so_many_steps(
-    place: str, n: int, restored: int | None, steps: Sequence[int], saved: list[int]
-) -> None:
+def test_saving_every_n_steps(place: str, n: int, restored: int | None, steps: Sequence[int], saved: list[int]) -> None:
     assert train(place, options(save_interval_steps=n), steps, restored=restored)[0] == saved
 
 
@@ -204,9 +200,7 @@ def test_saving_every_so_many_steps(
         pytest.param("max", ["0.9", 0.1], [2], id="text is no number"),
     ],
 )
-def test_saving_on_a_new_best(
-    place: str, mode: Any, values: list[Any], saved: list[int], restart_at: Sequence[int]
-) -> None:
+def test_saving_the_best(place: str, mode: Any, values: list[Any], saved: list[int], restart_at: Sequence[int]) -> None:
     given = options(save_on_best=True, best_fn="acc", best_mode=mode, max_to_keep=1)
     metrics = {step: {"acc": value} for step, value in enumerate(values, start=1) if value is not None}
     found = train(place, given, range(1, len(values) + 1), metrics=metrics, restart_at=restart_at)
@@ -224,9 +218,7 @@ def test_saving_on_a_new_best(
         (100, 900, {"acc": 0.5}, True, "every 100 steps, every 15m, best acc (0.5)"),
     ],
 )
-def test_every_reason_for_a_save_is_told_once(
-    place: str, step: int, seconds: float, metrics: Any, save: bool, reason: str
-) -> None:
+def test_why_a_step_is_saved(place: str, step: int, seconds: float, metrics: Any, save: bool, reason: str) -> None:
     train(place, options(), [50])
     given = options(
         save=[every(100), every(100), hf.Every(secs=900)], save_on_best=True, best_fn="acc", best_mode="max"

@@ -73,9 +73,7 @@ REFUSED = "refused"
     ],
     ids=plain_id,
 )
-def test_only_real_numbers_rank_a_step_and_only_numbers_are_stored(
-    value: Any, ranked: float | None, stored: Any
-) -> None:
+def test_real_numbers_rank_a_step_and_only_numbers_are_stored(value: Any, ranked: float | None, stored: Any) -> None:
     assert metric_value({"accuracy": value}, "accuracy") == ranked
     assert metric_value({"accuracy": value}, accuracy_of) == ranked
     if stored is REFUSED:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from tests.clocks import FakeClock
 from tests.fixtures import StoredFiles
-from tests.manager.runs import commit, opened
+from tests.manager.runs import commit, newest_whole, opened
 
 import holdfast as hf
 from holdfast.components import Checkpointable, ComponentCheckpointHandler
@@ -121,34 +121,24 @@ def broken(monkeypatch: pytest.MonkeyPatch, place: str) -> Broken:
 # ---- there and back
 
 
-def test_steps_arrive_whole_with_what_belongs_to_them(tmp_path: Path, place: str) -> None:
-    with manager(tmp_path / "run", place) as run:
-        run.save(5, tree(100))
-        arrives(run, 5)
-        run.save(5, tree(5), metrics={"loss": 1.0}, custom_metadata={"a": 1}, force=True)
-        run.record_metrics(5, {"late": 2})
-        run.pin(5)
-    assert hf.verify(place).ok
-    with hf.CheckpointManager(place) as mirror:
-        assert mirror.all_steps() == [5]
-        assert mirror.metrics(5) == {"loss": 1.0, "late": 2}
-        assert mirror.custom_metadata(5) == {"a": 1}
-        assert "pinned" in mirror.why_kept(5)
-        assert mirror.restore(5)["w"][0] == 5
-
-
 @pytest.mark.parametrize("prefix", [None, "ckpt"])
-def test_a_new_machine_goes_on_from_the_mirror(tmp_path: Path, place: str, prefix: str | None) -> None:
+def test_a_new_machine_goes_on_from_the_mirror_with_everything(tmp_path: Path, place: str, prefix: str | None) -> None:
     options = hf.CheckpointManagerOptions(mirror=place, step_prefix=prefix)
     with hf.CheckpointManager(tmp_path / "run", options=options, metadata={"who": "me"}) as run:
-        for step in (1, 2):
-            run.save(step, tree(step), metrics={"loss": step})
+        run.save(1, tree(1))
+        run.save(2, tree(100))
+        arrives(run, 2)
+        run.save(2, tree(2), metrics={"loss": 1.0}, custom_metadata={"a": 1}, force=True)
+        run.record_metrics(2, {"late": 2})
+        run.pin(2)
+    assert hf.verify(place).ok
     shutil.rmtree(tmp_path / "run")
-
-    with manager(tmp_path / "run", place, step_prefix=prefix) as again:
+    with hf.CheckpointManager(tmp_path / "run", options=options) as again:
         assert again.latest_step() == 2
         assert again.metadata() == {"who": "me"}
-        assert again.metrics(2) == {"loss": 2}
+        assert again.metrics(2) == {"loss": 1.0, "late": 2}
+        assert again.custom_metadata(2) == {"a": 1}
+        assert "pinned" in again.why_kept(2)
         assert again.restore()["w"][0] == 2
         again.save(3, tree(3))
     assert steps(tmp_path / "run") == [2, 3]
@@ -184,17 +174,13 @@ def test_a_damaged_step_is_taken_from_the_mirror(
     stored(f"{tmp_path}/run/2").write(damaged, b"{")
 
     with manager(tmp_path / "run", place) as run:
-        restored = run.restore_latest()
-
-    assert restored is not None
+        restored = newest_whole(run)
     assert (restored.step, restored.items["w"][0]) == (2, 2)
     assert said in caplog.text
     assert hf.verify(tmp_path / "run").ok
 
 
-def test_a_step_that_another_program_commits_while_it_is_fetched(
-    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_appears_while_it_is_fetched(tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mirrored(tmp_path / "run", place, 1)
     (tmp_path / "run" / "1").rename(tmp_path / "aside")
 
@@ -204,9 +190,7 @@ def test_a_step_that_another_program_commits_while_it_is_fetched(
 
     monkeypatch.setattr("holdfast.engine.manager.directory.copied_step", overtaken)
     with manager(tmp_path / "run", place) as run:
-        restored = run.restore_latest()
-    assert restored is not None
-    assert restored.step == 1
+        assert newest_whole(run).step == 1
 
 
 def test_a_look_at_a_damaged_step_takes_it_from_the_mirror_as_a_restore_does(tmp_path: Path, place: str) -> None:
@@ -228,7 +212,7 @@ def test_a_look_at_a_damaged_step_takes_it_from_the_mirror_as_a_restore_does(tmp
                 callback.manager.peek(["extras"], step=7)
 
 
-def test_a_damaged_step_of_the_mirror_is_passed_over(
+def test_damage_there_is_passed_over(
     tmp_path: Path, place: str, stored: Files, caplog: pytest.LogCaptureFixture
 ) -> None:
     mirrored(tmp_path / "run", place, 1, 2)
@@ -241,9 +225,7 @@ def test_a_damaged_step_of_the_mirror_is_passed_over(
     assert "step 2 cannot be fetched" in caplog.text
 
 
-def test_one_step_is_fetched_on_request(
-    tmp_path: Path, place: str, broken: Broken, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_fetching_one_step(tmp_path: Path, place: str, broken: Broken, caplog: pytest.LogCaptureFixture) -> None:
     with manager(tmp_path / "run", hf.Mirror(place, max_to_keep=5), max_to_keep=1) as run:
         sends(run, 1, 2, 3)
         run.wait_until_finished()
@@ -397,9 +379,7 @@ def test_what_the_mirror_could_not_delete_stays_deleted(
 
 @pytest.mark.parametrize("today", [True, False], ids=["with a digest", "by an earlier version"])
 @pytest.mark.parametrize(("method", "argument"), [("delete", 3), ("delete_after", 2)])
-def test_a_step_that_is_deleted_and_saved_again_is_another_one(
-    tmp_path: Path, place: str, method: str, argument: int, today: bool
-) -> None:
+def test_a_step_deleted_and_saved_again(tmp_path: Path, place: str, method: str, argument: int, today: bool) -> None:
     options = tmp_path / "run" / "options.json"
     mirrored(tmp_path / "run", place, 2, 3)
     with hf.CheckpointManager(tmp_path / "run") as run:
@@ -493,9 +473,7 @@ def test_the_mirror_of_another_run_is_refused(tmp_path: Path, place: str, of_bef
         mirrored(tmp_path / name, f"{place}/{name}", step)
     if of_before:
         without_identity(as_location(tmp_path / "b"))
-    with pytest.raises(
-        hf.errors.OptionError, match=rf"belongs to another run, that in {tmp_path}/a, and not to the one in"
-    ):
+    with pytest.raises(hf.errors.OptionError, match=rf"belongs to another run, that in {tmp_path}/a, and"):
         manager(tmp_path / "b", f"{place}/a")
 
     assert steps(tmp_path / "b") == [3]
@@ -552,9 +530,7 @@ def test_directories_and_mirrors_without_identity_get_one(tmp_path: Path, place:
     assert ours.run == theirs.run is not None
 
 
-def test_a_new_machine_takes_the_identity_of_the_mirror(
-    tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_new_machine_takes_the_identity(tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture) -> None:
     mirrored(tmp_path / "run", place, 1)
     known = stored_identity(as_location(tmp_path / "run"))
     (tmp_path / "run").rename(tmp_path / "lost")
@@ -565,13 +541,9 @@ def test_a_new_machine_takes_the_identity_of_the_mirror(
     with manager(tmp_path / "elsewhere", place) as run:
         assert run.latest_step() == 2
     assert f"continues the run of its mirror {place}, which was saved in {tmp_path / 'run'}" in caplog.text
-
-
-def test_a_copied_run_changes_nothing_in_the_mirror_of_the_original(tmp_path: Path, place: str) -> None:
-    mirrored(tmp_path / "run", place, 1)
     hf.copy_checkpoint(tmp_path / "run", tmp_path / "copy")
     copy = stored_identity(as_location(tmp_path / "copy"))
-    assert (copy.run, copy.mirror) == (None, None)
+    assert (copy.run, copy.mirror) == (None, None), "a copy changes nothing in the mirror of the original"
 
 
 def test_a_save_that_is_overtaken_while_it_is_copied(tmp_path: Path, place: str, gate: threading.Event) -> None:
@@ -584,9 +556,7 @@ def test_a_save_that_is_overtaken_while_it_is_copied(tmp_path: Path, place: str,
     assert hf.verify(place).ok
 
 
-def test_interrupted_copies_go_on_in_the_next_run_or_are_removed(
-    tmp_path: Path, place: str, gate: threading.Event
-) -> None:
+def test_interrupted_copies_go_on_or_are_removed(tmp_path: Path, place: str, gate: threading.Event) -> None:
     with manager(tmp_path / "run", hf.Mirror(place, wait_secs=0.1)) as run:
         run.save(1, tree(1))
         wait_until(run, lambda status: status.copying == 1)
@@ -677,9 +647,7 @@ def test_what_failed_copies_leave_does_not_pile_up(tmp_path: Path, place: str, m
     assert steps(place) == [4]
 
 
-def test_the_end_of_a_run_says_what_the_mirror_lacks(
-    tmp_path: Path, place: str, broken: Broken, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_end_says_what_lacks(tmp_path: Path, place: str, broken: Broken, caplog: pytest.LogCaptureFixture) -> None:
     with manager(tmp_path / "run", place) as run:
         sends(run, 1)
         broken.error = hf.errors.StorageFullError
@@ -707,9 +675,7 @@ def test_only_a_run_with_steps_begins_while_the_mirror_is_down(
     assert steps(place) == [1, 2]
 
 
-def test_a_step_that_is_damaged_here_is_not_copied(
-    tmp_path: Path, place: str, stored: Files, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damage_is_not_copied(tmp_path: Path, place: str, stored: Files, caplog: pytest.LogCaptureFixture) -> None:
     with manager(tmp_path / "run", None) as run:
         run.save(1, tree(1))
     stored(f"{tmp_path}/run/1").write("state/tree.json", b"{}")
@@ -719,9 +685,7 @@ def test_a_step_that_is_damaged_here_is_not_copied(
     assert "step 1 is damaged, and is not copied" in caplog.text
 
 
-def test_a_mirror_that_is_taken_over_is_left_alone(
-    tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_mirror_that_is_taken_is_left_alone(tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture) -> None:
     with manager(tmp_path / "run", place) as run:
         sends(run, 1)
         (as_location(place) / "owner.json").write_bytes(b'{"token": "another"}')  # as 0.1 does on another machine
@@ -732,9 +696,7 @@ def test_a_mirror_that_is_taken_over_is_left_alone(
     assert steps(tmp_path / "run") == [1, 2]
 
 
-def test_a_preemption_does_not_begin_what_does_not_fit(
-    tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_preemption_begins_only_what_fits(tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture) -> None:
     with manager(tmp_path / "run", hf.Mirror(place, save_interval_steps=1000)) as run:
         sends(run, 1)
         run._mirror._rate = 1.0  # type: ignore[union-attr]  # byte a second

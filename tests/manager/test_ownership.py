@@ -195,9 +195,7 @@ def test_a_newer_manager_waits_for_a_save_that_another_thread_begins(tmp_path: P
     assert hf.verify(tmp_path).ok
 
 
-def test_a_newer_manager_waits_for_a_save_whose_listener_pins_its_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_newer_manager_waits_for_a_listener_that_pins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     handler = HeldHandler()
     handler.snapshot.set()
     older = opened(tmp_path, hf.AsyncCheckpointer(handler), save_timeout_secs=5)
@@ -377,9 +375,7 @@ def delete_owner(run: Path) -> None:
         pytest.param(delete_owner, True, "", id="a second run joins"),
     ],
 )
-def test_a_run_whose_directory_is_taken_away(
-    happens: Callable[[Path], None], joined: bool, said: str, tmp_path: Path
-) -> None:
+def test_a_run_without_its_directory(happens: Callable[[Path], None], joined: bool, said: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     with hf.CheckpointManager(run) as manager:
         commit(manager, 5, TREE)
@@ -413,9 +409,7 @@ def test_in_an_object_store_the_commit_notices(place: str) -> None:
     assert hf.CheckpointManager(place).all_steps() == [1]
 
 
-def test_nobody_saves_a_step_into_the_run_of_another_process(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nobody_saves_steps_into_the_run_of_another_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, single = tmp_path / "run", tmp_path / "single"
     hf.save(single, TREE)
     hf.save(tmp_path / "other" / "7", TREE)
@@ -430,9 +424,7 @@ def test_nobody_saves_a_step_into_the_run_of_another_process(
             ("run/7", lambda: hf.copy_checkpoint(single, run / "7")),
             ("run/7", lambda: hf.import_checkpoint(tmp_path / "weights.safetensors", run / "7")),
         ):
-            with pytest.raises(
-                hf.errors.OwnershipError, match=rf"{name}: a run is writing to .*process {process.pid} on"
-            ):
+            with pytest.raises(hf.errors.OwnershipError, match=rf"{name}: a run is writing .*process {process.pid} on"):
                 act()
         with pytest.raises(hf.errors.OwnershipError, match=rf"run: another run is writing .*process {process.pid} on"):
             hf.copy_checkpoint(tmp_path / "other", run)

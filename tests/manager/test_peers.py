@@ -135,9 +135,7 @@ def test_a_host_listens_where_the_others_reach_it() -> None:
     assert own_address("127.0.0.1") == "127.0.0.1"
     assert own_address("localhost") == "127.0.0.1"
     assert own_address("no.such.host.invalid") == own_address(None)
-    with pytest.raises(
-        StorageUnavailableError, match=r"cannot listen on its address 203\.0\.113\.7: .*Local\(address="
-    ):
+    with pytest.raises(StorageUnavailableError, match=r"cannot listen on its address 203\.0.*Local\(address="):
         PeerServer("/nowhere", TOKEN, "203.0.113.7")
 
 

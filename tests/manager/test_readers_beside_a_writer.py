@@ -107,9 +107,7 @@ def test_a_step_is_replaced_meanwhile(moment: str, read: Read, run: hf.storage.L
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("read", NEWEST.values(), ids=NEWEST)
-def test_the_newest_step_is_deleted_meanwhile(
-    moment: str, read: Read, run: hf.storage.Location, meanwhile: Any
-) -> None:
+def test_the_newest_is_deleted_meanwhile(moment: str, read: Read, run: hf.storage.Location, meanwhile: Any) -> None:
     with writer(run) as manager:
 
         def act() -> None:
@@ -122,9 +120,7 @@ def test_the_newest_step_is_deleted_meanwhile(
 
 @pytest.mark.parametrize("moment", ["data", "data on a disk"])
 @pytest.mark.parametrize("read", STEP.values(), ids=STEP)
-def test_a_step_that_was_asked_for_is_deleted_meanwhile(
-    moment: str, read: Read, run: hf.storage.Location, meanwhile: Any
-) -> None:
+def test_a_named_step_is_deleted_meanwhile(moment: str, read: Read, run: hf.storage.Location, meanwhile: Any) -> None:
     with writer(run) as manager:
         meanwhile(moment, lambda: manager.delete(2))
         with pytest.raises(hf.CheckpointNotFoundError):

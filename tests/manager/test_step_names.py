@@ -68,9 +68,7 @@ def test_both_names_are_read_and_both_of_one_step_are_an_error(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("options", [{}, {"step_prefix": "ckpt"}, {"step_prefix": "step-"}])
-def test_earlier_versions_refuse_a_run_with_such_names(
-    options: Any, place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_earlier_versions_refuse_such_names(options: Any, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     saves(place, 15, width=4)
     monkeypatch.setattr(steps_of_a_directory, "STEP_FOLDER", EARLIER)
     with pytest.raises(hf.errors.CheckpointExistsError, match="zero-padded_0"):

@@ -521,9 +521,7 @@ def replace(step: Path) -> None:
         ),
     ],
 )
-def test_a_file_is_shared_only_if_its_bytes_are_what_they_were(
-    run: Path, meddle: Callable[[Path], object], whole: bool
-) -> None:
+def test_only_a_file_that_is_as_it_was_is_shared(run: Path, meddle: Callable[[Path], object], whole: bool) -> None:
     with hf.CheckpointManager(run) as writer:
         for step in range(2):
             save(writer, step, tree(step))

@@ -144,9 +144,7 @@ def test_what_cannot_be_moved_aside_either(run: Path, disk: BrokenDisk, caplog: 
     disk.breaks(run / "3", errno.EUCLEAN)
     disk.moves = False
     with check_resumes(run, caplog) as manager:
-        with pytest.raises(
-            hf.errors.StorageError, match=r"run/3: this step cannot be read .*Repair the file system or remove"
-        ):
+        with pytest.raises(hf.errors.StorageError, match=r"run/3: this step cannot be read .*Repair the file system"):
             manager.save(3, tree(3))
         commit(manager, 4, tree(4))  # the run continues
         assert manager.all_steps() == [1, 2, 4]
