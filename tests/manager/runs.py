@@ -61,13 +61,14 @@ def flip(file: Path, at: int | None = None) -> None:
 
 
 class HeldHandler(hf.PyTreeCheckpointHandler):
-    """Takes a snapshot, and writes it, only once it is let go; fails to write while it is told to."""
+    """Writes only once it is let go, and takes a snapshot unless it is held; fails to write while it is told to."""
 
     fails = False
 
     def __init__(self) -> None:
         super().__init__()
         self.begun, self.snapshot, self.writing, self.written = (threading.Event() for _ in range(4))
+        self.snapshot.set()
 
     def prepare(self, item: Any, **kwargs: Any) -> Any:
         self.begun.set()
@@ -89,6 +90,5 @@ class HeldHandler(hf.PyTreeCheckpointHandler):
 def let_go() -> HeldHandler:
     """A handler that waits for nothing, and fails if it is told to."""
     handler = HeldHandler()
-    handler.snapshot.set()
     handler.written.set()
     return handler

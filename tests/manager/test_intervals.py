@@ -294,7 +294,6 @@ def test_how_much_a_save_slows_steps(without: Sequence[float], during: Sequence[
 def test_saves_note_how_much_they_have_slowed_steps_down(steps: int, tmp_path: Path) -> None:
     """Each step takes a second, and two while the save is written; a few steps tell nothing."""
     clock, handler = FakeClock(), HeldHandler()
-    handler.snapshot.set()
     with opened(tmp_path, hf.AsyncCheckpointer(handler), clock=clock, save_interval_steps=100) as manager:
         for step in range(1, 101 + steps):
             clock.sleep(1 if step <= 100 else 2)

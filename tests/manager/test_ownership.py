@@ -169,6 +169,7 @@ def test_a_step_committed_during_the_first_look_is_its_own(tmp_path: Path, monke
 
 def test_a_newer_manager_waits_for_a_save_that_another_thread_begins(tmp_path: Path) -> None:
     slow = HeldHandler()
+    slow.snapshot.clear()
     older = hf.CheckpointManager(tmp_path, hf.AsyncCheckpointer(slow))
     older.acquire()
     saving = in_a_thread(lambda: older.save(1, TREE))
@@ -197,7 +198,6 @@ def test_a_newer_manager_waits_for_a_save_that_another_thread_begins(tmp_path: P
 
 def test_a_newer_manager_waits_for_a_listener_that_pins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     handler = HeldHandler()
-    handler.snapshot.set()
     older = opened(tmp_path, hf.AsyncCheckpointer(handler), save_timeout_secs=5)
     older.save(1, {"a": 1})
     join = older._background.join
@@ -265,7 +265,6 @@ def test_nothing_hangs_that_waits_for_a_save_whose_listener_changes_the_run(
 def test_nothing_is_saved_after_another_thread_has_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = HeldHandler()
     manager = hf.CheckpointManager(tmp_path, hf.AsyncCheckpointer(slow))
-    slow.snapshot.set()
     manager.save(1, TREE)
     assert slow.writing.wait(60)
     waiting = threading.Semaphore(0)
