@@ -67,24 +67,30 @@ def other_process(directory: Path, program: str = OWNER) -> Iterator[tuple[subpr
             process.stdout.close()
 
 
-def test_second_process_is_refused_until_the_first_is_killed(tmp_path: Path) -> None:
-    with hf.CheckpointManager(tmp_path) as manager:
+def test_a_second_process_only_looks_until_the_first_is_killed(tmp_path: Path) -> None:
+    with hf.CheckpointManager(tmp_path) as manager, reading(tmp_path) as reader:
         with other_process(tmp_path) as (process, _):
             for act in (
-                lambda: manager.save(2, TREE),
                 manager.acquire,
+                lambda: manager.save(2, TREE),
                 lambda: manager.delete(1),
                 lambda: manager.pin(1),
             ):
                 manager.reload()
                 with pytest.raises(hf.errors.OwnershipError, match=f"process {process.pid} on {socket.gethostname()}"):
                     act()
-            assert manager.restore(1) == {"by": "the other process"}, "reading is for everybody"
+            assert manager.restore(1) == reader.restore(1) == {"by": "the other process"}, "reading is for everybody"
+            assert not reader.should_save(2)
+            with pytest.raises(hf.errors.StateError, match="read_only"):
+                reader.save(2, TREE)
             assert sorted(os.listdir(tmp_path)) == ["1", "events.jsonl", "options.json", "owner.json"]
             process.send_signal(signal.SIGKILL)
             process.wait()
             commit(manager, 2, TREE)
         assert manager.all_steps() == [1, 2]
+        assert reader.all_steps() == [1]
+        reader.reload()
+        assert reader.all_steps() == [1, 2]
 
 
 def test_the_workers_of_a_killed_run_hold_neither_its_lock_nor_that_of_a_save(tmp_path: Path) -> None:
@@ -97,20 +103,6 @@ def test_the_workers_of_a_killed_run_hold_neither_its_lock_nor_that_of_a_save(tm
                 assert manager.all_steps() == [1, 2]
         finally:
             os.kill(int(said.split()[1]), signal.SIGKILL)
-
-
-def test_a_read_only_manager_looks_at_a_directory_that_is_taken(tmp_path: Path) -> None:
-    with hf.CheckpointManager(tmp_path) as owner:
-        commit(owner, 1, TREE)
-        with reading(tmp_path) as reader:
-            assert reader.all_steps() == [1]
-            assert not reader.should_save(2)
-            with pytest.raises(hf.errors.StateError, match="read_only"):
-                reader.save(2, TREE)
-            commit(owner, 2, TREE)
-            assert reader.all_steps() == [1]
-            reader.reload()
-            assert reader.all_steps() == [1, 2]
 
 
 @pytest.mark.parametrize("kind", ["same path", "another path", "in memory"])

@@ -123,20 +123,14 @@ def test_a_connection_that_was_closed_is_made_anew(server: PeerServer, peer: Pee
     for one in list(server._connections):
         one.shutdown(socket.SHUT_RDWR)
     assert read(peer, "x", 0, 7) == b"content"
-
-
-def test_a_host_that_has_gone(server: PeerServer, peer: Peer) -> None:
     server.close()
     with pytest.raises(StorageUnavailableError, match="host b does not answer"):
         read(peer, "x", 0, 1)
 
 
 def test_a_host_listens_where_the_others_reach_it() -> None:
-    assert own_address("127.0.0.1") == "127.0.0.1"
-    assert own_address("localhost") == "127.0.0.1"
+    assert own_address("127.0.0.1") == own_address("localhost") == "127.0.0.1"
     assert own_address("no.such.host.invalid") == own_address(None)
-    with pytest.raises(StorageUnavailableError, match=r"cannot listen on its address 203\.0.*Local\(address="):
-        PeerServer("/nowhere", TOKEN, "203.0.113.7")
 
 
 def test_a_host_that_is_silent() -> None:
