@@ -188,23 +188,6 @@ def test_a_newer_manager_waits_for_a_save_that_another_thread_begins(tmp_path: P
     assert hf.verify(tmp_path).ok
 
 
-def test_a_newer_manager_waits_for_a_listener_that_pins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    handler = HeldHandler()
-    older = opened(tmp_path, hf.AsyncCheckpointer(handler), save_timeout_secs=5)
-    older.save(1, {"a": 1})
-    join = older._background.join
-
-    def join_and_let_go() -> None:
-        handler.written.set()
-        join()
-
-    monkeypatch.setattr(older._background, "join", join_and_let_go)
-    older.events.add_listener(lambda event: older.pin(event["step"]) if event["event"] == "saved" else None)
-    with hf.CheckpointManager(tmp_path) as newer:
-        newer.acquire()
-        assert newer.all_steps() == [1]
-
-
 CHANGES: dict[str, Callable[[hf.CheckpointManager], object]] = {
     "pin": lambda manager: manager.pin(1),
     "metrics": lambda manager: manager.record_metrics(1, {"loss": 1.0}),
@@ -252,6 +235,7 @@ def test_nothing_hangs_that_waits_for_a_save_whose_listener_changes_the_run(
     for work in (follow, older.close):
         in_a_thread(work).exception(30)  # which may be any, but has to come
     assert changed.is_set()
+    assert change == "delete" or 1 in hf.CheckpointManager(tmp_path / "run").all_steps()
 
 
 def test_nothing_is_saved_after_another_thread_has_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
