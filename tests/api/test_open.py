@@ -65,32 +65,24 @@ def test_selections_of_any_shape_and_chunks(data: st.DataObject, shape: list[int
 def test_the_tree_has_handles_in_the_place_of_arrays(saved: Path) -> None:
     with hf.open(saved) as tree:
         assert (tree["names"], tree["step"]) == (["a", "b"], 7)
-        handle = tree["long"]
+        handle, table = tree["long"], tree["table"]
         facts = (handle.path, handle.shape, handle.dtype, handle.ndim, handle.size, handle.nbytes, handle.itemsize)
         assert facts == ("long", (64, 128), np.float32, 2, 8192, 32768, 4)
         assert (handle.chunks, handle.nchunks, len(handle), handle.sharding) == ((8, 128), 8, 64, "")
         assert (handle.cdata_shape, handle.read_only) == ((8, 1), True)
         assert repr(handle) == "<ArrayHandle long: float32[64, 128] in 8 chunks>"
-
-
-def test_numpy_takes_a_handle(saved: Path) -> None:
-    with hf.open(saved) as tree:
-        assert np.array_equal(np.asarray(tree["table"]), TABLE)
-        assert np.asarray(tree["table"], np.float64).dtype == np.float64
-        assert np.array_equal(np.vstack(list(tree["table"])), TABLE)
-        assert float(np.sum(tree["table"])) == TABLE.sum()
-        with pytest.raises(ValueError, match="table cannot become an array without a copy"):
-            np.asarray(tree["table"], copy=False)
-
-
-def test_chunks_cover_the_array_once(saved: Path) -> None:
-    with hf.open(saved) as tree:
         copy = np.full_like(LONG, -1)
-        for index, chunk in tree["long"].iter_chunks():
+        for index, chunk in handle.iter_chunks():
             assert chunk.shape == (8, 128)
             assert (copy[index] == -1).all()
             copy[index] = chunk
-    assert np.array_equal(copy, LONG)
+        assert np.array_equal(copy, LONG), "chunks cover the array once"
+        assert np.array_equal(np.asarray(table), TABLE)
+        assert np.asarray(table, np.float64).dtype == np.float64
+        assert np.array_equal(np.vstack(list(table)), TABLE)
+        assert float(np.sum(table)) == TABLE.sum()
+        with pytest.raises(ValueError, match="table cannot become an array without a copy"):
+            np.asarray(table, copy=False)
 
 
 def test_only_the_chunks_that_an_index_needs_are_read_and_verified(saved: Path, tmp_path: Path) -> None:

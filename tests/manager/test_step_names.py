@@ -36,8 +36,16 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize(("prefix", "first"), [(None, "0015"), ("ckpt", "ckpt_0015"), ("ckpt-", "ckpt-0015")])
-def test_a_run_keeps_the_names_that_it_began_with(prefix: str | None, first: str, place: str) -> None:
+def test_a_run_keeps_the_names_that_it_began_with(
+    prefix: str | None, first: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     saves(place, 15, width=4, step_prefix=prefix)
+    with monkeypatch.context() as earlier:
+        earlier.setattr(steps_of_a_directory, "STEP_FOLDER", EARLIER)
+        with pytest.raises(hf.errors.CheckpointExistsError, match="zero-padded_0"):
+            opened(place, step_prefix=prefix)
+        with pytest.raises(hf.errors.FormatVersionError, match="upgrade holdfast to read it"):
+            hf.load(place)
     assert saves(place, 160, 12345, step_prefix=prefix, max_to_keep=2) == [160, 12345]
     assert names(place) == sorted([first.replace("0015", "0160"), first.replace("0015", "12345")])
     stored = json.loads((as_location(place) / "options.json").read_bytes())
@@ -65,16 +73,6 @@ def test_both_names_are_read_and_both_of_one_step_are_an_error(tmp_path: Path) -
     for call in (hf.CheckpointManager, hf.load):
         with pytest.raises(hf.errors.CheckpointExistsError, match="0009 and 9 beside it are both step 9"):
             call(tmp_path)
-
-
-@pytest.mark.parametrize("options", [{}, {"step_prefix": "ckpt"}, {"step_prefix": "step-"}])
-def test_earlier_versions_refuse_such_names(options: Any, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    saves(place, 15, width=4)
-    monkeypatch.setattr(steps_of_a_directory, "STEP_FOLDER", EARLIER)
-    with pytest.raises(hf.errors.CheckpointExistsError, match="zero-padded_0"):
-        opened(place, **options)
-    with pytest.raises(hf.errors.FormatVersionError, match="upgrade holdfast to read it"):
-        hf.load(place)
 
 
 def test_metrics_pins_and_deletions_find_the_step(place: str) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -90,14 +91,19 @@ def test_a_program_goes_on_bit_for_bit(tmp_path: Path, name: str) -> None:
 
 
 def test_only_tensors_of_torch_become_tensors(tmp_path: Path) -> None:
-    import numpy as np
-
+    began = np.array(["2026-01-01"], "datetime64[D]")
+    optimizer = {"state": {0: {"began": began, "m": torch.ones(2)}}, "param_groups": []}
+    tree = {"tensor": torch.ones(2, dtype=torch.bfloat16), "array": np.ones(2), "number": 3, "optimizer": optimizer}
     with hf.CheckpointManager(tmp_path) as manager:
-        manager.save(1, {"tensor": torch.ones(2, dtype=torch.bfloat16), "array": np.ones(2), "number": 3})
+        manager.save(1, tree)
         found = manager.restore(1)
+        fresh: Any = manager.restore(1, {**tree, "optimizer": {"state": {}, "param_groups": []}})
     assert (type(found["tensor"]), found["tensor"].dtype) == (torch.Tensor, torch.bfloat16)
     assert (type(found["array"]), found["number"]) == (np.ndarray, 3)
     assert isinstance(hf.load(tmp_path)["tensor"], np.ndarray)
+    values = fresh["optimizer"]["state"][0]
+    assert values["began"].tolist() == began.tolist(), "an optimizer without steps takes what torch has no dtype for"
+    assert torch.equal(values["m"], torch.ones(2))
 
 
 def test_what_does_not_fit_is_still_named(tmp_path: Path) -> None:
@@ -111,16 +117,3 @@ def test_what_does_not_fit_is_still_named(tmp_path: Path) -> None:
     template = {**Program(OPTIMIZERS["adamw"], 1).state(), "optimizers": []}
     with pytest.raises(hf.TreeMismatchError, match=r"optimizers/0/state/0/exp_avg: not in the template"):
         hf.load(tmp_path / "1", like=template)
-
-
-def test_an_optimizer_without_steps_takes_what_torch_has_no_dtype_for(tmp_path: Path) -> None:
-    import numpy as np
-
-    began = np.array(["2026-01-01"], "datetime64[D]")
-    saved = {"state": {0: {"began": began, "m": torch.ones(2)}}, "param_groups": []}
-    with hf.CheckpointManager(tmp_path) as manager:
-        manager.save(1, {"optimizer": saved})
-        found: Any = manager.restore(1, {"optimizer": {"state": {}, "param_groups": []}})["optimizer"]
-    values = found["state"][0]
-    assert values["began"].tolist() == began.tolist()
-    assert torch.equal(values["m"], torch.ones(2))
