@@ -42,26 +42,20 @@ def fail(manager: hf.CheckpointManager, handler: HeldHandler, step: int, **argum
     assert step not in manager.all_steps()
 
 
-def test_steps(make: Make, handler: HeldHandler) -> None:
-    manager = make(save_interval_steps=10)
-    assert manager.save(0, {"step": 0})
-    assert [step for step in range(1, 11) if manager.should_save(step)] == [10]
-    fail(manager, handler, 10)
-    assert manager.should_save(11)
-    fail(manager, handler, 11)
-    assert manager.save(12, {"step": 12})
-    assert [step for step in range(13, 21) if manager.should_save(step)] == [20]
-
-
 @pytest.mark.parametrize("force", [False, True])
-def test_the_first_step(make: Make, handler: HeldHandler, force: bool) -> None:
+def test_steps(make: Make, handler: HeldHandler, force: bool) -> None:
     manager = make(save_interval_steps=10)
     with pytest.raises(hf.errors.UnsupportedLeafError):
         manager.save(10, {"step": object()}, force=force)
     assert manager.should_save(10)
-    fail(manager, handler, 10, force=force)
-    assert manager.should_save(11)
+    for step in (10, 11):
+        fail(manager, handler, step, force=force)
+        assert manager.should_save(step + 1)
     assert manager.save(10, {"step": 10}, force=force)
+    assert [step for step in range(11, 21) if manager.should_save(step)] == [20]
+    fail(manager, handler, 20)
+    assert manager.save(21, {"step": 21})
+    assert [step for step in range(22, 31) if manager.should_save(step)] == [30]
 
 
 def test_seconds(make: Make, handler: HeldHandler) -> None:

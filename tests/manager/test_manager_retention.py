@@ -271,23 +271,23 @@ def test_the_best_step_is_one_with_a_number(place: str) -> None:
         assert hf.CheckpointManager(run).best_step() == 3
 
 
-def test_pins(place: str) -> None:
-    with opened(place, hf.PyTreeCheckpointer(), max_to_keep=1) as manager:
-        manager.save(1, 1)
+def test_pins_and_a_run_that_keeps_less(place: str) -> None:
+    train(place, options(), range(1, 8))
+    with opened(place, hf.PyTreeCheckpointer(), max_to_keep=2) as manager:
+        assert manager.all_steps() == [1, 2, 3, 4, 5, 6, 7], "looking deletes nothing"
         manager.pin(1)
-        for step in (2, 3):
-            manager.save(step, step)
-        assert manager.all_steps() == [1, 3]
-        assert manager.why_kept(1) == ("pinned",)
+        assert (manager.why_kept(1), manager.why_kept(3)) == (("pinned",), ())
+        manager.save(8, 8)
+        assert manager.all_steps() == [1, 7, 8]
         with pytest.raises(hf.CheckpointNotFoundError):
             manager.pin(2)
-    with hf.CheckpointManager(place, hf.PyTreeCheckpointer(), options(max_to_keep=1)) as manager:
-        manager.save(4, 4)
-        assert manager.all_steps() == [1, 4]
+    with opened(place, hf.PyTreeCheckpointer(), max_to_keep=1) as manager:
+        manager.save(9, 9)
+        assert manager.all_steps() == [1, 9]
         manager.unpin(1)
         assert manager.why_kept(1) == ()
-        manager.save(5, 5)
-        assert manager.all_steps() == [5]
+        manager.save(10, 10)
+        assert manager.all_steps() == [10]
 
 
 def test_every_reason_is_told(place: str) -> None:
@@ -320,15 +320,6 @@ def test_every_reason_is_told(place: str) -> None:
         6: ("newest", "every 3 steps"),
     }
     assert {summary.step: summary.kept for summary in hf.list_checkpoints(place)} == kept
-
-
-def test_another_run_may_keep_less(place: str) -> None:
-    train(place, options(), range(1, 8))
-    with hf.CheckpointManager(place, hf.PyTreeCheckpointer(), options(max_to_keep=2)) as manager:
-        assert manager.all_steps() == [1, 2, 3, 4, 5, 6, 7], "looking deletes nothing"
-        assert manager.why_kept(3) == ()
-        manager.save(8, 8)
-        assert manager.all_steps() == [7, 8]
 
 
 def test_a_damaged_step_does_not_count(tmp_path: Path) -> None:
