@@ -16,7 +16,8 @@ import holdfast as hf
 from holdfast.engine.format import encode_document
 from holdfast.engine.handlers import DEFAULT_REGISTRY
 
-ParamInfo, Registry = hf.type_handlers.ParamInfo, hf.type_handlers.TypeHandlerRegistry
+ParamInfo = hf.type_handlers.ParamInfo
+Registry = hf.type_handlers.TypeHandlerRegistry
 
 
 @dataclass
@@ -224,13 +225,13 @@ def test_errors_say_where(place: str, method: str, monkeypatch: pytest.MonkeyPat
         raise KeyError("word")
 
     def save_and_restore() -> None:
-        checkpointer.save(place, TREE)
-        checkpointer.wait_until_finished()
-        checkpointer.restore(place)
+        background.save(place, TREE)
+        background.wait_until_finished()
+        background.restore(place)
 
     handler = VocabularyHandler()
     monkeypatch.setattr(handler, method, fails)
-    with hf.AsyncCheckpointer(trees_with(handler)) as checkpointer:
+    with hf.AsyncCheckpointer(trees_with(handler)) as background:
         with pytest.raises((KeyError, hf.SaveFailedError)) as caught:
             save_and_restore()
         told = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])

@@ -211,7 +211,8 @@ def test_a_step_that_only_the_hosts_have(tmp_path: Path) -> None:
         assert peek is not None
         assert peek.step == manager.latest_step() == 14
         changes: list[Callable[[int], Any]] = [manager.pin, manager.unpin, manager.delete, manager.why_kept]
-        for call in (*changes, lambda step: manager.record_metrics(step, {"loss": 1.0})):
+        changes.append(lambda step: manager.record_metrics(step, {"loss": 1.0}))
+        for call in changes:
             with pytest.raises(hf.errors.CheckpointNotFoundError, match="no checkpoint of step 14"):
                 call(14)
         return manager.all_steps()
