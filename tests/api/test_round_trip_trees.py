@@ -62,6 +62,10 @@ class Table(Mapping[str, Any]):
 A = np.arange(3.0)
 CONFIG = Config(a=1)
 CONFIG.note = "of the instance"
+TWICE = [A, A]
+DEEP: Any = A
+for _ in range(130):
+    DEEP = {"k": [DEEP]} if isinstance(DEEP, list) else [DEEP]
 # The saved tree, and the result of a load without a template; None if they are equal.
 CONTAINERS: dict[str, tuple[Any, Any]] = {
     "dict": ({"b": 1, "a": 2}, None),
@@ -81,6 +85,8 @@ CONTAINERS: dict[str, tuple[Any, Any]] = {
     "default_dict_of_code": (defaultdict(lambda: 1, {"a": 1}), defaultdict(None, {"a": 1})),
     "counter": (Counter("abca"), None),
     "empty": ({"d": {}, "l": [], "t": (), "o": OrderedDict(), "c": Counter(), "n": {"m": [{}]}}, None),
+    "the_same_in_many_places": ({"a": TWICE, "b": TWICE, "c": A}, None),
+    "many_within_each_other": (DEEP, None),
     "only_empty": ({}, None),
     "empty_list": ([], None),
     "namedtuple": (Point(1, Point(2)), {"x": 1, "y": {"x": 2, "y": None}}),
@@ -107,20 +113,6 @@ def test_containers(name: str, place: str) -> None:
         assert again.default_factory is tree.default_factory
     assert getattr(again, "note", None) == getattr(tree, "note", None)
     assert hf.verify(place).ok
-
-
-def test_the_same_array_in_many_places(place: str) -> None:
-    shared = [A, A]
-    hf.save(place, {"a": shared, "b": shared, "c": A})
-    assert_same(hf.load(place), {"a": [A, A], "b": [A, A], "c": A})
-
-
-def test_many_containers_within_each_other(place: str) -> None:
-    ample: Any = A
-    for _ in range(130):
-        ample = {"k": [ample]} if isinstance(ample, list) else [ample]
-    hf.save(place, ample)
-    assert repr(hf.load(place)) == repr(ample)
 
 
 KEYS = st.text(max_size=4) | st.sampled_from(["a", "b.c", "", "%2E", "0", "1"]) | st.integers(-3, 3)

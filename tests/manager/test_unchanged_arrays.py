@@ -182,33 +182,28 @@ class Agent(Checkpointable):
         return [("backbone", self.backbone)]
 
 
-def test_handlers_of_other_kinds(run: Path) -> None:
+def test_handlers_of_other_kinds_and_rare_items(run: Path) -> None:
     agent = Agent()
     checkpointers: dict[str, hf.Checkpointer] = {
         "agent": hf.AsyncCheckpointer(ComponentCheckpointHandler()),
         "own": hf.Checkpointer(hf.handlers.PerProcessCheckpointHandler()),
         "facts": hf.Checkpointer(hf.JsonCheckpointHandler()),
+        "replay": hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler()),
     }
-    with hf.CheckpointManager(run, checkpointers) as writer:
-        for agent.count in range(4):
-            report = save(writer, agent.count, {"agent": agent, "own": tree(agent.count), "facts": {"a": 1}})
-    assert report["shared_bytes"] > 8 * BASE
+    with opened(run, checkpointers, item_intervals={"replay": 2}, max_to_keep=6) as writer:
+        for agent.count in range(9):
+            items = {"agent": agent, "own": tree(agent.count), "facts": {"a": 1}, "replay": {"frames": base()}}
+            report = save(writer, agent.count, items)
+    assert report["shared_bytes"] > 12 * BASE
     assert hf.verify(run).ok
+    replay = {step: run / str(step) / "replay" for step in (4, 6, 8)}
+    assert shares(replay[8], replay[4]), "rare items have lineages of their own"
+    assert not shares(replay[8], replay[6])
     with hf.CheckpointManager(run, checkpointers) as reader:
-        found: dict[str, Any] = reader.restore(3, {"agent": Agent(), "own": None})
-    assert found["agent"].count == 3
+        found: dict[str, Any] = reader.restore(8, {"agent": Agent(), "own": None})
+    assert found["agent"].count == 8
     assert_same(found["agent"].backbone.weights, base())
-    assert_same(found["own"], tree(3))
-
-
-def test_rare_items_have_lineages_of_their_own(run: Path) -> None:
-    options = hf.CheckpointManagerOptions(item_intervals={"replay": 2}, max_to_keep=6)
-    checkpointers = {name: hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler()) for name in ("state", "replay")}
-    with hf.CheckpointManager(run, checkpointers, options) as writer:
-        for step in range(9):
-            save(writer, step, {"state": {"step": step}, "replay": {"frames": base()}})
-    assert shares(run / "8", run / "4")
-    assert not shares(run / "8", run / "6")
+    assert_same(found["own"], tree(8))
 
 
 @pytest.mark.parametrize("max_to_keep", [1, 2, 3])
