@@ -10,7 +10,7 @@ import pytest
 from tests.ids import plain_id
 
 from holdfast.engine.errors import OptionError
-from holdfast.engine.manager import Metric, metric_name, metric_value, plain_metrics
+from holdfast.engine.manager import metric_name, metric_value, plain_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
