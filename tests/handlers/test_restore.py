@@ -128,20 +128,26 @@ SAVED: dict[str, Any] = {
 }
 
 
-def test_a_structure_is_a_template(place: str) -> None:
+def test_a_structure_is_a_template_and_makes_args(place: str) -> None:
     checkpointer = hf.PyTreeCheckpointer()
     checkpointer.save(place, SAVED)
     metadata = checkpointer.structure(place)
     assert_same(checkpointer.restore(place, metadata), checkpointer.restore(place))
     assert_same(hf.load(place, like=metadata), hf.load(place))
-    changed = {
-        **metadata,
-        "half": hf.reports.LeafMetadata("jax", (5,), "bfloat16"),
-        "key": hf.reports.LeafMetadata("str", (), None),
-    }
+    sharding = NamedSharding(MESH, Spec("x"))
+    made = hf.checkpoint_utils.construct_restore_args(metadata, sharding)
+    for template in (None, metadata):
+        found = checkpointer.restore(place, template, restore_args=made)
+        assert found["jax"].sharding == found["half"].sharding == sharding
+        assert found["half"].dtype == jnp.bfloat16
+        assert isinstance(found["torch"], torch.Tensor)
+        assert [type(one) for one in found["numpy"]] == [np.ndarray, np.ndarray]
+        assert (found["values"], found["scalar"]) == (SAVED["values"], 0.5)
+        assert jax.random.bits(found["key"]) == jax.random.bits(SAVED["key"])
+    shapes = {"half": hf.reports.LeafMetadata("jax", (5,), "bfloat16"), "key": hf.reports.LeafMetadata("str", (), None)}
     for args in (None, hf.RestoreArgs()):
         with pytest.raises(hf.TreeMismatchError) as caught:
-            checkpointer.restore(place, changed, restore_args=args)
+            checkpointer.restore(place, {**metadata, **shapes}, restore_args=args)
         half, key = caught.value.differences
         assert half == "half: expected bfloat16[5] (template), found bfloat16[4] (checkpoint)"
         assert key.startswith("key: expected str (template), found key")
@@ -156,20 +162,3 @@ def test_metadata_as_the_new_tree_of_transformations(place: str) -> None:
     np.testing.assert_array_equal(found["z"], np.arange(4.0))
     with pytest.raises(hf.TreeMismatchError, match=r"z: expected float64\[9\] \(template\)|a.*expected float64\[9\]"):
         hf.load_transformed(place, transforms, {"z": hf.reports.LeafMetadata("numpy", (9,), "float64")})
-
-
-@pytest.mark.parametrize("as_template", [False, True])
-def test_args_from_a_structure(place: str, as_template: bool) -> None:
-    checkpointer = hf.PyTreeCheckpointer()
-    checkpointer.save(place, SAVED)
-    metadata = checkpointer.structure(place)
-    sharding = NamedSharding(MESH, Spec("x"))
-    restore_args = hf.checkpoint_utils.construct_restore_args(metadata, sharding)
-    found = checkpointer.restore(place, metadata if as_template else None, restore_args=restore_args)
-    assert found["jax"].sharding == found["half"].sharding == sharding
-    assert found["half"].dtype == jnp.bfloat16
-    assert isinstance(found["torch"], torch.Tensor)
-    assert [type(one) for one in found["numpy"]] == [np.ndarray, np.ndarray]
-    assert found["values"] == SAVED["values"]
-    assert jax.random.bits(found["key"]) == jax.random.bits(SAVED["key"])
-    assert found["scalar"] == 0.5
