@@ -398,10 +398,7 @@ CASES = [
 
 
 def test_what_each_damage_does_to_each_action(
-    every: bool,
-    originals: dict[str, Path],
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    every: bool, originals: dict[str, Path], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # this is about files, not about power
 

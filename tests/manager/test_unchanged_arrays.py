@@ -78,11 +78,7 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     "convert",
-    [
-        pytest.param(np.copy, id="numpy"),
-        pytest.param(torch.tensor, id="torch"),
-        pytest.param(jnp.asarray, id="jax"),
-    ],
+    [pytest.param(np.copy, id="numpy"), pytest.param(torch.tensor, id="torch"), pytest.param(jnp.asarray, id="jax")],
 )
 def test_ten_saves_of_a_frozen_base_take_two(run: Path, tmp_path: Path, convert: Callable[[Any], Any]) -> None:
     saved: Callable[[int], Tree] = lambda step: {name: convert(value) for name, value in tree(step).items()}  # noqa: E731
