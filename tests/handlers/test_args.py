@@ -122,35 +122,6 @@ def test_invalid_arguments(make: Callable[[], Any], message: str) -> None:
         make()
 
 
-@pytest.mark.parametrize(
-    ("args", "expected"),
-    [
-        (hf.RestoreArgs(), LeafRequest()),
-        (hf.RestoreArgs(restore_type=np.ndarray), LeafRequest(kind="numpy")),
-        (hf.RestoreArgs(restore_type=jnp.ndarray), LeafRequest(kind="jax")),
-        (hf.RestoreArgs(restore_type=torch.nn.Parameter), LeafRequest(kind="torch")),
-        (hf.RestoreArgs(restore_type=int), LeafRequest(kind="int")),
-        (hf.RestoreArgs(restore_type=bool), LeafRequest(kind="bool")),
-        (hf.RestoreArgs(dtype=jnp.float16), LeafRequest(dtype=np.dtype(np.float16))),
-        (hf.ArrayRestoreArgs(), LeafRequest(kind="jax")),
-        (hf.ArrayRestoreArgs(restore_type=np.ndarray), LeafRequest(kind="numpy")),
-        (hf.ArrayRestoreArgs(global_shape=[3, 4]), LeafRequest(kind="jax", shape=(3, 4))),
-        (hf.ArrayRestoreArgs(global_shapes=()), LeafRequest(kind="jax", shape=())),
-        (hf.ArrayRestoreArgs(global_shape=(3,), strict=False), LeafRequest(kind="jax", shape=(3,), resize=True)),
-    ],
-)
-def test_requests_of_restore_args(args: hf.RestoreArgs, expected: LeafRequest) -> None:
-    assert leaf_request("x", args) == expected
-
-
-def test_shardings_of_restore_args(mesh: Mesh) -> None:
-    expected = NamedSharding(mesh, Spec("x", None))
-    for axes in (Spec("x", None), ("x", None), ["x", None]):
-        assert leaf_request("x", hf.ArrayRestoreArgs(mesh=mesh, mesh_axes=axes)).sharding == expected
-    assert leaf_request("x", hf.ArrayRestoreArgs(mesh=mesh, mesh_axes="x")).sharding == NamedSharding(mesh, Spec("x"))
-    assert leaf_request("x", hf.ArrayRestoreArgs(sharding=expected)).sharding is expected
-
-
 def test_args_for_a_target(mesh: Mesh) -> None:
     spread_out, everywhere = NamedSharding(mesh, Spec("x")), NamedSharding(mesh, Spec())
     target = {

@@ -38,6 +38,23 @@ def test_one_for_all(place: str, checkpointer: hf.PyTreeCheckpointer) -> None:
     assert (found["w"].dtype, found["n"].dtype, found["name"], found["none"]) == (np.float16, np.float16, "run", None)
 
 
+def test_kinds_and_shardings(place: str, checkpointer: hf.PyTreeCheckpointer) -> None:
+    def restored(args: hf.RestoreArgs, name: str = "w") -> Any:
+        return checkpointer.restore(place, select=name, restore_args=args)[name]
+
+    for kind in (np.ndarray, jnp.ndarray, torch.Tensor):
+        assert isinstance(restored(hf.RestoreArgs(restore_type=kind)), kind)
+    assert isinstance(restored(hf.RestoreArgs(restore_type=torch.nn.Parameter)), torch.Tensor)
+    assert type(restored(hf.RestoreArgs(restore_type=float), "step")) is float
+    assert isinstance(restored(hf.ArrayRestoreArgs()), jax.Array)
+    assert isinstance(restored(hf.ArrayRestoreArgs(restore_type=np.ndarray)), np.ndarray)
+    assert restored(hf.ArrayRestoreArgs(global_shapes=(4, 6))).shape == (4, 6)
+    for axes in (Spec("x", None), ("x", None), ["x", None], "x"):
+        found = restored(hf.ArrayRestoreArgs(mesh=MESH, mesh_axes=axes))
+        assert found.sharding.is_equivalent_to(NamedSharding(MESH, Spec("x")), 2)
+    assert restored(hf.ArrayRestoreArgs(sharding=NamedSharding(MESH, Spec("y")))).sharding.spec == Spec("y")
+
+
 def test_arguments_come_before_the_template(place: str, checkpointer: hf.PyTreeCheckpointer) -> None:
     template = {**TREE, "w": jnp.zeros((4, 6)), "n": torch.zeros(3, dtype=torch.int64)}
     restore_args = {"w": hf.ArrayRestoreArgs(dtype=jnp.bfloat16, mesh=MESH, mesh_axes=("x", "y"))}
