@@ -580,12 +580,8 @@ def test_processes_that_save_different_steps_are_refused(tmp_path: Path) -> None
 def test_a_process_that_fails_before_its_local_save_stops_the_others_at_once(tmp_path: Path, where: str) -> None:
     hosts = Hosts(tmp_path, 3)
 
-    class Broken:
-        def state_dict(self) -> Any:
-            raise ValueError("no state today")
-
-        def load_state_dict(self, state: Any) -> None:
-            raise AssertionError
+    def broken_state() -> Any:
+        raise ValueError("no state today")
 
     def work(manager: hf.CheckpointManager) -> Any:
         fails = manager.processes.index == 1
@@ -595,7 +591,7 @@ def test_a_process_that_fails_before_its_local_save_stops_the_others_at_once(tmp
                 manager.save(step, {"w": object()} if fails else tree(step))
             else:
                 with part_of_save(manager, step, locally=True):
-                    manager.save_locally(step, Broken().state_dict() if fails else tree(step))
+                    manager.save_locally(step, broken_state() if fails else tree(step))
         except (ValueError, hf.errors.UnsupportedLeafError):
             assert fails
         with contextlib.suppress(hf.errors.SaveFailedError):  # that of the directory
