@@ -18,8 +18,6 @@ import holdfast as hf
 TREE = {"weights": np.arange(300.0)}
 NEW = {"weights": -np.arange(300.0)}
 
-Start = Callable[[], None]
-
 
 class Interrupt:
     """Interrupts the start of the thread that saves, at a moment, and waits for that thread in the end."""
@@ -27,7 +25,7 @@ class Interrupt:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.handler = let_go()
         self.threads: list[threading.Thread] = []
-        self.rest: list[Start] = []
+        self.rest: list[Callable[[], None]] = []
         self._patch = monkeypatch
 
     def at(self, moment: str) -> None:
@@ -38,30 +36,20 @@ class Interrupt:
                 real(thread)
                 return
             self.threads.append(thread)
-            getattr(self, moment)(lambda: real(thread), thread)
+            if moment == "later":  # The thread is there, and begins to run after the call has ended.
+                self.rest.append(lambda: real(thread))
+            elif moment == "writing":  # The thread writes until the call has ended.
+                self.handler.writing.clear()
+                self.handler.written.clear()
+                real(thread)
+                assert self.handler.writing.wait(30)
+                self.rest.append(self.handler.written.set)
+            elif moment == "committed":
+                real(thread)
+                thread.join()
             raise KeyboardInterrupt
 
         self._patch.setattr(threading.Thread, "start", start)
-
-    def never(self, start: Start, thread: threading.Thread) -> None:
-        """Before there is a thread."""
-
-    def later(self, start: Start, thread: threading.Thread) -> None:
-        """The thread is there, and begins to run after the call has ended."""
-        self.rest.append(start)
-
-    def writing(self, start: Start, thread: threading.Thread) -> None:
-        """The thread writes until the call has ended."""
-        self.handler.writing.clear()
-        self.handler.written.clear()
-        start()
-        assert self.handler.writing.wait(30)
-        self.rest.append(self.handler.written.set)
-
-    def committed(self, start: Start, thread: threading.Thread) -> None:
-        """The thread has ended."""
-        start()
-        thread.join()
 
     def ends(self) -> None:
         for rest in self.rest:
