@@ -17,9 +17,10 @@ def tree(step: int) -> dict[str, Any]:
     return {"a": step, "b": {"c": np.full(3, step)}}
 
 
-def opened(place: object, checkpointers: Any = None, *, clock: Any = None, **options: Any) -> hf.CheckpointManager:
-    """A manager with some options."""
-    return hf.CheckpointManager(str(place), checkpointers, hf.CheckpointManagerOptions(**options), clock=clock)
+def opened(place: object, checkpointers: Any = None, **arguments: Any) -> hf.CheckpointManager:
+    """A manager with some options, and with what else it takes."""
+    others = {name: arguments.pop(name) for name in ("clock", "coordinator", "observer") if name in arguments}
+    return hf.CheckpointManager(str(place), checkpointers, hf.CheckpointManagerOptions(**arguments), **others)
 
 
 def reading(place: object) -> hf.CheckpointManager:

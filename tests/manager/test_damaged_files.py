@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from tests.manager.damages import CONTENT, DAMAGES, STRANGE
-from tests.manager.runs import commit, newest_whole
+from tests.manager.runs import commit, newest_whole, opened
 from tests.processes.threads import together, unwrap
 
 import holdfast as hf
@@ -39,7 +39,7 @@ def tree(step: int) -> dict[str, Any]:
     return {"w": np.full(8, step, np.float32)}
 
 
-def opened(folder: Path, **facts: Any) -> hf.CheckpointManager:
+def mirrored(folder: Path, **facts: Any) -> hf.CheckpointManager:
     options = hf.CheckpointManagerOptions(mirror=str(folder / "mirror"))
     return hf.CheckpointManager(folder / "run", options=options, metadata=facts or None)
 
@@ -50,8 +50,7 @@ def on_hosts(folder: Path, count: int, work: Callable[[hf.CheckpointManager], An
     def process(coordinator: Any) -> Any:
         name = f"host{coordinator.process_index}"
         local = hf.Local(folder / name, every=NEWEST, copies=count - 1, host=name)
-        options = hf.CheckpointManagerOptions(local=local, barrier_timeout_secs=30)
-        manager = hf.CheckpointManager(folder / "run", options=options, coordinator=coordinator)
+        manager = opened(folder / "run", coordinator=coordinator, local=local, barrier_timeout_secs=30)
         with contextlib.suppress(KeyboardInterrupt), manager:
             found = work(manager)
             manager.wait_until_finished()
@@ -75,7 +74,7 @@ def originals() -> Iterator[dict[str, Path]]:
         folders = {name: Path(base, name) for name in ("mirror", "1", "2")}
         at = folders["mirror"] / "at"
         for step in range(1, NEWEST + 1):
-            with opened(at, lr=0.1) as run:
+            with mirrored(at, lr=0.1) as run:
                 commit(run, step, tree(step), metrics={"loss": 1.0})
                 assert run.finish_mirror(60)
         hf.record_metrics(at / "run", 2, {"score": 1.0})
@@ -189,7 +188,7 @@ def resume(folder: Path) -> int:
     if count := len([*folder.glob("host*")]):
         (used,) = set(on_hosts(folder, count, restored))
         return int(used)
-    with opened(folder) as run:
+    with mirrored(folder) as run:
         return restored(run)
 
 
@@ -209,7 +208,7 @@ def save_locally(folder: Path) -> int:
 
 def save(folder: Path) -> int:
     """Saves the steps after the newest, of which an interrupted save may have left a folder."""
-    with opened(folder) as run:
+    with mirrored(folder) as run:
         for step in (NEWEST + 1, NEWEST + 2):
             assert run.save(step, tree(step))
     assert hf.verify(folder / "run", step=NEWEST + 1).ok
@@ -224,7 +223,7 @@ def mirror(folder: Path) -> int:
         if event["event"] == "mirror_failed" or (event["event"], event.get("step")) == ("mirrored", NEWEST + 1):
             ended.set()
 
-    with opened(folder) as run:
+    with mirrored(folder) as run:
         run.events.add_listener(listen)
         commit(run, NEWEST + 1, tree(NEWEST + 1))
         assert ended.wait(60)

@@ -82,8 +82,8 @@ def test_the_best(make: Make, handler: HeldHandler) -> None:
 def test_processes_agree_that_a_save_failed(tmp_path: Path, checkpointer: Any) -> None:
     def run(coordinator: Coordinator) -> list[int]:
         handler, saved = let_go(), []
-        options = hf.CheckpointManagerOptions(save_interval_steps=10, barrier_timeout_secs=10)
-        manager = hf.CheckpointManager(tmp_path, checkpointer(handler), options, coordinator=coordinator)
+        options = {"save_interval_steps": 10, "barrier_timeout_secs": 10}
+        manager = opened(tmp_path, checkpointer(handler), coordinator=coordinator, **options)
         for step in range(41):
             handler.fails = step == 20 and coordinator.process_index == 1
             try:

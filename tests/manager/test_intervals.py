@@ -402,9 +402,9 @@ def test_several_processes_save_at_the_steps_of_process_0(tmp_path: Path) -> Non
 
     def run(coordinator: Coordinator) -> list[tuple[int, str]]:
         clock = FakeClock(1e9 + 1e6 * coordinator.process_index)
-        options = hf.CheckpointManagerOptions(save_interval_secs="auto 10s to 1h", barrier_timeout_secs=10)
+        options = {"save_interval_secs": "auto 10s to 1h", "barrier_timeout_secs": 10}
         found = []
-        with hf.CheckpointManager(tmp_path, options=options, coordinator=coordinator, clock=clock) as manager:
+        with opened(tmp_path, coordinator=coordinator, clock=clock, **options) as manager:
             manager.acquire()
             for step in range(1, 131):
                 clock.sleep(10 if coordinator.process_index == 0 else 1000)

@@ -68,12 +68,7 @@ class Hosts:
         host = coordinator.process_index // self.per_host
         local = hf.Local(self.place(host), every=self.every, copies=self.copies, host=f"host{host}")
         options = {"save_interval_steps": self.store, "barrier_timeout_secs": 20, "local": local, **options}
-        return hf.CheckpointManager(
-            self.folder / self.store_name,
-            options=hf.CheckpointManagerOptions(**options),
-            coordinator=coordinator,
-            observer=self.observer,
-        )
+        return opened(self.folder / self.store_name, coordinator=coordinator, observer=self.observer, **options)
 
     def run(self, work: Callable[[hf.CheckpointManager], Any], **options: Any) -> list[Any]:
         def one(coordinator: Coordinator) -> Any:
@@ -529,9 +524,9 @@ def test_a_host_that_cannot_listen_stops_all(tmp_path: Path) -> None:
     def one(coordinator: Coordinator) -> str:
         address = "203.0.113.7" if coordinator.process_index else None
         host = f"host{coordinator.process_index}"
-        options = hf.CheckpointManagerOptions(local=hf.Local(tmp_path / host, every=2, host=host, address=address))
+        local = hf.Local(tmp_path / host, every=2, host=host, address=address)
         with pytest.raises(hf.errors.OptionError, match=r"local steps: host1: this host cannot listen") as caught:
-            hf.CheckpointManager(tmp_path / "store", options=options, coordinator=coordinator)
+            opened(tmp_path / "store", coordinator=coordinator, local=local)
         return str(caught.value)
 
     before = set(threading.enumerate())
@@ -543,10 +538,9 @@ def test_a_host_that_cannot_listen_stops_all(tmp_path: Path) -> None:
 
 def test_two_processes_of_a_host_need_one_folder(tmp_path: Path) -> None:
     def one(coordinator: Coordinator) -> None:
-        place = tmp_path / str(coordinator.process_index)
-        options = hf.CheckpointManagerOptions(local=hf.Local(place, every=2))
+        local = hf.Local(tmp_path / str(coordinator.process_index), every=2)
         with pytest.raises(hf.errors.OptionError, match=r"processes 0 and 1 are on one host, .* give them the same"):
-            hf.CheckpointManager(tmp_path / "store", options=options, coordinator=coordinator)
+            opened(tmp_path / "store", coordinator=coordinator, local=local)
 
     assert together(2, one) == [None, None]
 

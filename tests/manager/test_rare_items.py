@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.manager.runs import commit
+from tests.manager.runs import commit, opened
 from tests.processes.threads import together
 
 import holdfast as hf
@@ -19,7 +19,7 @@ from holdfast.engine.manager.options import options_document, options_from_docum
 def manager(directory: Path, coordinator: Coordinator | None = None, **options: Any) -> hf.CheckpointManager:
     items = {name: hf.AsyncCheckpointer(hf.PyTreeCheckpointHandler()) for name in ("policy", "replay")}
     options = {"item_intervals": {"replay": 100}, "barrier_timeout_secs": 30, **options}
-    return hf.CheckpointManager(directory, items, hf.CheckpointManagerOptions(**options), coordinator=coordinator)
+    return opened(directory, items, coordinator=coordinator, **options)
 
 
 def state(step: int) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import errno
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,13 @@ def tree(step: int) -> dict[str, Any]:
 class BrokenDisk:
     """Fails to open files and list folders, wherever they are moved to, until it is repaired."""
 
+    moves = True  # whether what is broken can be renamed
+
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.code = 0
         self._broken: set[int] = set()
         for name in ("open", "scandir", "rename"):
-            monkeypatch.setattr(os, name, self._failing(getattr(os, name), name == "rename"))
-        self.moves = True  # whether what is broken can be renamed
+            monkeypatch.setattr(os, name, self._failing(name, getattr(os, name)))
 
     def breaks(self, path: Path, code: int) -> None:
         self.code = code
@@ -40,24 +41,19 @@ class BrokenDisk:
     def is_repaired(self) -> None:
         self._broken.clear()
 
-    def _failing(self, real: Callable[..., Any], renames: bool) -> Callable[..., Any]:
+    def _failing(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(path: Any, *arguments: Any, **options: Any) -> Any:
-            if self._broken and not isinstance(path, int) and not (renames and self.moves):
-                try:
-                    broken = os.stat(path).st_ino in self._broken
-                except OSError:
-                    broken = False
-                if broken:
-                    raise OSError(self.code, os.strerror(self.code), path)
+            is_tried = self._broken and not isinstance(path, int) and not (name == "rename" and self.moves)
+            if is_tried and os.path.exists(path) and os.stat(path).st_ino in self._broken:
+                raise OSError(self.code, os.strerror(self.code), path)
             return real(path, *arguments, **options)
 
         return call
 
 
 @pytest.fixture
-def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[BrokenDisk]:
-    with monkeypatch.context() as patch:
-        yield BrokenDisk(patch)
+def disk(monkeypatch: pytest.MonkeyPatch) -> BrokenDisk:
+    return BrokenDisk(monkeypatch)
 
 
 @pytest.fixture
