@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -43,6 +44,23 @@ def saved(place: object, *steps: int, items: Callable[[int], Any] = tree, **opti
             manager.save(step, items(step), metrics=metrics(step))
         manager.wait_until_finished()
         return manager.all_steps()
+
+
+def train(directory: Path, last: int, *, every: int, told: int = 0, error: int = 0) -> list[int]:
+    """Trains from what is there to a step, is told to end at one and fails after one; returns the saved steps."""
+    found = []
+    with hf.CheckpointCallback(directory, save_interval_steps=every) as checkpoint:
+        state, start = checkpoint.restore_or_initialize({"w": np.zeros(3)})
+        for step in range(start + 1, last + 1):
+            if step == told:
+                os.kill(os.getpid(), signal.SIGTERM)
+            outcome = checkpoint.on_step(step, state)
+            found += [step] if outcome.saved else []
+            if outcome.should_stop:
+                break
+            if step == error:
+                raise RuntimeError("a mistake")
+    return found
 
 
 def newest_whole(manager: hf.CheckpointManager, items: Any = None) -> Any:

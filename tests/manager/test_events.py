@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.manager.runs import commit, opened, reading, saved
+from tests.manager.runs import commit, opened, reading, saved, train
 
 import holdfast as hf
 from holdfast.engine.checkpoint import PendingCheckpoint
@@ -29,24 +28,12 @@ def names_in(directory: Path) -> list[str]:
     return [event["event"] for event in events_in(directory)]
 
 
-def train(directory: Path, steps: int, *, error: int = 0, told: int = 0) -> None:
-    with hf.CheckpointCallback(directory, save_interval_steps=2) as checkpoint:
-        state, start = checkpoint.restore_or_initialize({"w": np.zeros(3)})
-        for step in range(start + 1, steps + 1):
-            if step == told:
-                os.kill(os.getpid(), 15)
-            if checkpoint.on_step(step, state).should_stop:
-                break
-            if step == error:
-                raise RuntimeError("a mistake")
-
-
 def test_the_life_of_a_run(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="a mistake"):
-        train(tmp_path, 9, error=3)
-    train(tmp_path, 9, told=5)
-    train(tmp_path, 8)
-    train(tmp_path, 8)
+        train(tmp_path, 9, every=2, error=3)
+    train(tmp_path, 9, every=2, told=5)
+    train(tmp_path, 8, every=2)
+    train(tmp_path, 8, every=2)
     with pytest.raises(hf.TreeMismatchError), hf.CheckpointCallback(tmp_path) as checkpoint:
         checkpoint.restore_or_initialize({"w": np.zeros(4)})
 

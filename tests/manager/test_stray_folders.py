@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.manager.runs import train
 
 import holdfast as hf
 from holdfast.cli.main import main
 
 pytestmark = pytest.mark.usefixtures("default_sigterm")
-
-
-def train(directory: Path, last: int, *, preempt: bool = False) -> list[int]:
-    """Train from what is there to a step; return the steps that ``on_step`` has saved."""
-    saved = []
-    with hf.CheckpointCallback(directory, save_interval_steps=5) as checkpoint:
-        state, start = checkpoint.restore_or_initialize({"w": np.zeros(2)})
-        for step in range(start + 1, last + 1):
-            if preempt and step == 10:
-                os.kill(os.getpid(), signal.SIGTERM)
-            if checkpoint.on_step(step, {"w": state["w"] + step}).saved:
-                saved.append(step)
-            if checkpoint.should_stop:
-                break
-    return saved
 
 
 @pytest.fixture
@@ -43,22 +27,22 @@ def contents(run: Path) -> bytes:
 
 def test_a_run_goes_on_past_it_with_one_warning(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(hf.SaveFailedError, match=f"step 10 is not saved at the end: its folder in {run} is no checkp"):
-        train(run, 10)  # so that the program does not end as one whose last step is saved
+        train(run, 10, every=5)  # so that the program does not end as one whose last step is saved
     assert caplog.messages == [
         f"{run}: the folder of step 10 holds files and no checkpoint.json, such as after an interrupted copy: it is "
         f"left alone, and no such step is saved. Move it away, or delete it with `holdfast rm {run} 10`",
     ]
-    assert train(run, 17) == [11, 15], "the step after it is saved instead"
+    assert train(run, 17, every=5) == [11, 15], "the step after it is saved instead"
     assert contents(run) == b"half a copy"
 
 
 def test_a_preemption_just_there_saves_the_next_step(run: Path) -> None:
-    assert train(run, 20, preempt=True) == [5, 11]
+    assert train(run, 20, every=5, told=10) == [5, 11]
     assert contents(run) == b"half a copy"
 
 
 def test_ls_shows_it_and_only_rm_removes_it(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train(run, 6)
+    train(run, 6, every=5)
     assert [(one.step, one.damage is None) for one in hf.list_checkpoints(run)] == [(5, True), (6, True), (10, False)]
     assert main(["ls", str(run)]) == 0
     assert (
@@ -76,7 +60,7 @@ def test_ls_shows_it_and_only_rm_removes_it(run: Path, capsys: pytest.CaptureFix
     assert "left alone" not in said.out + said.err
     assert not (run / "10").exists()
     assert [one.step for one in hf.list_checkpoints(run)] == [6]
-    assert train(run, 11) == [10]
+    assert train(run, 11, every=5) == [10]
 
 
 def test_a_run_that_has_nothing_else_shows_it_and_rm_removes_it(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,7 +79,7 @@ def test_a_run_that_has_nothing_else_shows_it_and_rm_removes_it(run: Path, capsy
 
 @pytest.mark.parametrize("name", ["checkpoint.partial", "checkpoint.deleted", "witness.jsonl"])
 def test_what_holdfast_itself_leaves_is_none(name: str, tmp_path: Path) -> None:
-    train(tmp_path, 5)
+    train(tmp_path, 5, every=5)
     (tmp_path / "9").mkdir()
     (tmp_path / "9" / name).write_bytes(b"{}")
     assert [one.step for one in hf.list_checkpoints(tmp_path)] == [5]
