@@ -706,13 +706,10 @@ def test_a_preemption_begins_only_what_fits(tmp_path: Path, place: str, caplog: 
         assert run.finish_mirror(30.0) is False
 
 
-def test_the_mirror_is_another_place(tmp_path: Path) -> None:
+def test_the_mirror_is_another_place_and_readers_have_none(tmp_path: Path, place: str) -> None:
     for directory, mirror in (("a", "a"), ("a", "a/b"), ("a/b", "a")):
         with pytest.raises(hf.errors.OptionError, match="must not contain each other"):
             manager(tmp_path / directory, str(tmp_path / mirror))
-
-
-def test_a_reader_has_no_mirror(tmp_path: Path, place: str) -> None:
     reader = manager(tmp_path / "run", place, read_only=True)
     assert reader.mirror_status() is None
     assert reader.finish_mirror()
