@@ -203,10 +203,16 @@ def test_handlers_of_other_kinds_and_rare_items(run: Path) -> None:
 
 
 @pytest.mark.parametrize("max_to_keep", [1, 2, 3])
-def test_retention_over_shared_files(run: Path, max_to_keep: int) -> None:
+def test_retention_over_shared_files(run: Path, max_to_keep: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("deletions of the run itself make no file suspicious, so that none is read again")
+
     with opened(run, max_to_keep=max_to_keep, keep_period=4) as writer:
         for step in range(9):
-            save(writer, step, tree(step))
+            with monkeypatch.context() as patch:
+                patch.setattr(hf.storage.Location, "open_data", read)
+                report = save(writer, step, tree(step))
+            assert (report["shared_bytes"] > 0) is (step > 1) or max_to_keep < 3
             for kept in writer.all_steps():
                 assert_same(hf.load(run / str(kept)), tree(kept))
         assert writer.all_steps() == sorted({0, 4, 8, *range(9 - max_to_keep, 9)})
@@ -511,16 +517,6 @@ def test_only_a_file_that_is_as_it_was_is_shared(run: Path, meddle: Callable[[Pa
         assert (save(writer, 2, tree(2))["shared_bytes"] > 0) is whole
     assert hf.verify(run, None if whole else 2).ok
     assert_same(hf.load(run / "2"), tree(2))
-
-
-def test_deletions_of_the_run_itself_make_no_file_suspicious(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def read(*arguments: Any, **options: Any) -> None:
-        raise AssertionError("read again")
-
-    with monkeypatch.context() as patch, opened(run, max_to_keep=3) as writer:
-        patch.setattr(hf.storage.Location, "open_data", read)
-        assert [bool(save(writer, step, tree(step))["shared_bytes"]) for step in range(8)] == [False] * 2 + [True] * 6
-    assert hf.verify(run).ok
 
 
 # ---- what it costs
