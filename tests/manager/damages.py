@@ -27,12 +27,17 @@ def bound_socket(path: Path) -> None:
         found.bind(path.name)
 
 
+def folder(path: Path) -> None:
+    removed(path).mkdir()
+    (path / "x").write_bytes(b"x")
+
+
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "flipped": flip,
     "cut": lambda path: os.truncate(path, path.stat().st_size // 2),
     "empty": lambda path: removed(path).write_bytes(b""),
     "away": removed,
-    "folder": lambda path: (removed(path) / "x").mkdir(parents=True),
+    "folder": folder,
     "pipe": lambda path: os.mkfifo(removed(path)),
     "socket": bound_socket,
     "device": lambda path: os.mknod(removed(path), stat.S_IFCHR | 0o600, os.makedev(1, 3)),  # that of /dev/null
