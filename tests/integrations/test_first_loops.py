@@ -1,12 +1,12 @@
 """First loops, as people write them from the tutorials of their libraries: adopted in a few lines, killed, and exact.
 
-``first_loops/plain`` has the programs without holdfast, and ``first_loops/adopted`` the same with it. The interrupted
-programs end with the bytes of the plain ones, or say in their first process what is wrong.
+``first_loops`` has the programs with holdfast. The plain ones are without the lines that end with ``# +`` and the
+indentation of their ``with``, and with those that follow ``# -``. The interrupted programs end with the bytes of the
+plain ones, or say in their first process what is wrong.
 """
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import os
 import random
@@ -19,8 +19,10 @@ import numpy as np
 import pytest
 from tests.starts import backend_of, run
 
+import holdfast as hf
+
 FOLDER = Path(__file__).parent / "first_loops"
-PROGRAMS = sorted(path.stem for path in (FOLDER / "plain").glob("*.py"))
+PROGRAMS = {path.stem: path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.py"))}
 NEEDS = {"accelerate": "accelerate", "flax": "flax", "keras": "keras", "lightning": "lightning", "optax": "optax"}
 TOLD = {
     "torch_state_dicts": "StateError: on_step was given the state dict (model) that restore_or_initialize was given"
@@ -30,9 +32,9 @@ CHANGED_LINES = 8
 
 KILLED = """
 import os, runpy, signal, sys
-name, at, script = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+program, name, at = sys.argv[1], sys.argv[2], int(sys.argv[3])
 if at:
-    if "lightning" in script:
+    if "lightning" in program:
         from holdfast.integrations.lightning import CheckpointCallback as owner
         method = "on_train_batch_end"
     else:
@@ -47,19 +49,31 @@ if at:
         return inner(*args, **kwargs)
 
     setattr(owner, method, counted)
-sys.argv = [script]
-runpy.run_path(script, run_name="__main__")
+runpy.run_path("program.py", run_name="__main__")
 """
 
 
-def start(
-    folder: str, program: str, place: Path, name: str = "SIGKILL", at: int = 0
-) -> subprocess.CompletedProcess[str]:
+def plain(program: str) -> str:
+    """Returns the program without holdfast."""
+    lines: list[str] = []
+    block: int | None = None  # the indentation of the added with statement around a line
+    for line in program.splitlines():
+        indentation = len(line) - len(line.lstrip())
+        if line and block is not None and indentation <= block:
+            block = None
+        if not line.endswith("# +"):
+            lines.append(line.replace("# - ", "")[0 if block is None else 4 :])
+        elif line.lstrip().startswith("with "):
+            block = indentation
+    return "\n".join(lines)
+
+
+def start(program: str, text: str, place: Path, name: str = "SIGKILL", at: int = 0) -> subprocess.CompletedProcess[str]:
+    """Runs a program, which gets a signal at one of its reports."""
     place.mkdir(exist_ok=True)
+    (place / "program.py").write_text(text, encoding="utf-8")
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    script = FOLDER / folder / f"{program}.py"
-    backend = backend_of(script.read_text(encoding="utf-8"))
-    return run("-c", KILLED, name, at, script, backend=backend, cwd=place, env=environment)
+    return run("-c", KILLED, program, name, at, backend=backend_of(text), cwd=place, env=environment)
 
 
 def weights(place: Path) -> dict[str, bytes]:
@@ -78,39 +92,41 @@ def needs(program: str) -> None:
         pytest.skip(f"needs {needed}")
 
 
-def check(program: str, tmp_path: Path, places: list[tuple[str, int]]) -> None:
+def check(program: str, tmp_path: Path, places: list[list[tuple[str, int]]]) -> None:
+    """Runs the program in several places, where its processes end one after the other: by what, at which report."""
     needs(program)
-    plain = start("plain", program, tmp_path / "plain")
-    assert plain.returncode == 0, plain.stderr
+    text = PROGRAMS[program]
+    done = start(program, plain(text), tmp_path / "plain")
+    assert done.returncode == 0, done.stderr
     if program in TOLD:  # at its first report
-        told = start("adopted", program, tmp_path / "told")
+        told = start(program, text, tmp_path / "told")
         assert (told.returncode, TOLD[program] in told.stderr) == (1, True)
         return
-    for name, at in places:
-        place = tmp_path / f"{name}_{at}"
-        first = start("adopted", program, place, name, at)
-        stopped = 128 + signal.SIGTERM if program.startswith("lightning") else 75
-        assert first.returncode == (-signal.SIGKILL if name == "SIGKILL" else stopped), first.stderr
-        second = start("adopted", program, place)
-        assert second.returncode == 0, second.stderr
-        assert "not exact" not in second.stderr
-        assert weights(place) == weights(tmp_path / "plain"), f"{name} at report {at}"
+    for number, ends in enumerate(places):
+        place = tmp_path / str(number)
+        for name, at in ends:
+            ended = start(program, text, place, name, at)
+            stopped = 128 + signal.SIGTERM if program.startswith("lightning") else 75
+            assert ended.returncode == (-signal.SIGKILL if name == "SIGKILL" else stopped), ended.stderr
+        last = start(program, text, place)
+        assert last.returncode == 0, last.stderr
+        assert "not exact" not in last.stderr
+        assert weights(place) == weights(tmp_path / "plain"), ends
+        assert hf.verify(place / "run").ok
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_program_is_adopted_in_a_few_lines(program: str) -> None:
-    texts = [(FOLDER / folder / f"{program}.py").read_text(encoding="utf-8") for folder in ("plain", "adopted")]
-    before, after = ([line.strip() for line in text.splitlines() if line.strip()] for text in texts)
-    changed = list(difflib.ndiff(before, after))
-    added, removed = (sum(line.startswith(sign) for line in changed) for sign in "+-")
-    assert max(added, removed) <= CHANGED_LINES
+    lines = PROGRAMS[program].splitlines()
+    added, removed = [line for line in lines if line.endswith("# +")], [line for line in lines if "# - " in line]
+    assert max(len(added), len(removed)) <= CHANGED_LINES
 
 
 @pytest.mark.xdist_group("programs")
 @pytest.mark.parametrize("program", ["numpy_logistic", "torch_classic"])
-def test_a_killed_program_ends_as_the_plain_one(program: str, tmp_path: Path) -> None:
-    draw = random.Random(program)
-    check(program, tmp_path, [(draw.choice(["SIGKILL", "SIGTERM"]), draw.randint(2, SAVES.get(program, 12)))])
+def test_a_program_that_is_killed_and_preempted_ends_as_the_plain_one(program: str, tmp_path: Path) -> None:
+    draw, last = random.Random(program), SAVES.get(program, 12) // 2
+    check(program, tmp_path, [[("SIGKILL", draw.randint(1, last)), ("SIGTERM", draw.randint(1, last))]])
 
 
 @pytest.mark.sweep
@@ -118,5 +134,6 @@ def test_a_killed_program_ends_as_the_plain_one(program: str, tmp_path: Path) ->
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_programs_killed_anywhere_end_as_the_plain_ones(program: str, tmp_path: Path) -> None:
     last = SAVES.get(program, 13)
-    kills = [("SIGKILL", at) for at in (1, last // 2, last - 1)]
-    check(program, tmp_path, [*kills, ("SIGTERM", last // 2), ("SIGTERM", last - 1)])
+    kills = [[("SIGKILL", at)] for at in (1, last // 2, last - 1)]
+    twice = [("SIGTERM", last // 2), ("SIGKILL", last // 3)]
+    check(program, tmp_path, [*kills, [("SIGTERM", last - 1)], twice])

@@ -5,6 +5,8 @@ import numpy as np
 import optax
 from flax.training.train_state import TrainState
 
+import holdfast as hf  # +
+
 
 class CNN(nn.Module):
     @nn.compact
@@ -40,8 +42,14 @@ model = CNN()
 params = model.init(init_rng, jnp.ones([1, 8]))["params"]
 state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.sgd(0.1, momentum=0.9))
 
-for epoch in range(1, 11):
-    rng, input_rng = jax.random.split(rng)
-    state, train_loss = train_epoch(state, train_ds, 16, input_rng)
-    print(f"epoch:{epoch:3d}, train_loss: {train_loss:.4f}")
+with hf.CheckpointCallback("run", save_interval_steps=2) as checkpoint:  # +
+    state, start = checkpoint.restore_or_initialize(state, rng=rng)  # +
+    rng = checkpoint.extras["rng"]  # +
+    # - for epoch in range(1, 11):
+    for epoch in range(start + 1, 11):  # +
+        rng, input_rng = jax.random.split(rng)
+        state, train_loss = train_epoch(state, train_ds, 16, input_rng)
+        print(f"epoch:{epoch:3d}, train_loss: {train_loss:.4f}")
+        if checkpoint.on_step(epoch, state, rng=rng, metrics={"train_loss": train_loss}).should_stop:  # +
+            raise SystemExit(checkpoint.exit_status)  # +
 np.savez("model.npz", *jax.tree.leaves(state.params))

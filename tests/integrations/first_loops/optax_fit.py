@@ -3,6 +3,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+import holdfast as hf  # +
+
 rng = np.random.default_rng(0)
 TRAINING_DATA = rng.integers(0, 2, size=(24, 8, 8)).astype(np.float32)
 LABELS = jax.nn.one_hot(TRAINING_DATA.sum(axis=2).astype(int) % 2, 2)
@@ -30,10 +32,16 @@ def fit(params, optimizer):
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss_value
 
-    for i, (batch, labels) in enumerate(zip(TRAINING_DATA, LABELS)):
-        params, opt_state, loss_value = step(params, opt_state, batch, labels)
-        if i % 8 == 0:
-            print(f"step {i}, loss: {loss_value}")
+    data = hf.resumable(list(zip(TRAINING_DATA, LABELS)))  # +
+    with hf.CheckpointCallback("run", save_interval_steps=4) as checkpoint:  # +
+        (params, opt_state), start = checkpoint.restore_or_initialize((params, opt_state), data=data)  # +
+        # - for i, (batch, labels) in enumerate(zip(TRAINING_DATA, LABELS)):
+        for i, (batch, labels) in enumerate(data, start):  # +
+            params, opt_state, loss_value = step(params, opt_state, batch, labels)
+            if i % 8 == 0:
+                print(f"step {i}, loss: {loss_value}")
+            if checkpoint.on_step(i + 1, (params, opt_state), data=data, metrics={"loss": loss_value}).should_stop:  # +
+                raise SystemExit(checkpoint.exit_status)  # +
     return params
 
 

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from holdfast.integrations.lightning import CheckpointCallback
+from holdfast.integrations.lightning import CheckpointCallback  # +
 
 
 class LitModel(L.LightningModule):
@@ -25,8 +25,8 @@ class LitModel(L.LightningModule):
 L.seed_everything(4)
 loader = DataLoader(TensorDataset(torch.randn(96, 6), torch.randn(96, 1)), batch_size=12, shuffle=True)
 model = LitModel()
-checkpoint = CheckpointCallback("run", save_interval_steps=4)
-trainer = L.Trainer(
-    max_epochs=3, accelerator="cpu", logger=False, callbacks=[checkpoint], enable_progress_bar=False)
+# - trainer = L.Trainer(max_epochs=3, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+checkpoint = CheckpointCallback("run", save_interval_steps=4)  # +
+trainer = L.Trainer(max_epochs=3, accelerator="cpu", logger=False, callbacks=[checkpoint], enable_progress_bar=False)  # +
 trainer.fit(model, loader)
 torch.save(model.state_dict(), "model.pt")

@@ -6,6 +6,8 @@ from flax import nnx
 import torch
 from torch.utils.data import DataLoader
 
+import holdfast as hf  # +
+
 
 class Model(nnx.Module):
     def __init__(self, *, rngs):
@@ -36,15 +38,22 @@ def collate(items):
 
 data = np.random.default_rng(0)
 train_ds = [(data.normal(size=6).astype(np.float32), int(data.integers(3))) for _ in range(96)]
-train_loader = DataLoader(train_ds, batch_size=16, shuffle=True, collate_fn=collate)
+# - train_loader = DataLoader(train_ds, batch_size=16, shuffle=True, collate_fn=collate)
+train_loader = hf.resumable(DataLoader(train_ds, batch_size=16, shuffle=True, collate_fn=collate))  # +
 torch.manual_seed(7)
 model = Model(rngs=nnx.Rngs(0))
 optimizer = nnx.Optimizer(model, optax.adamw(0.005, 0.9), wrt=nnx.Param)
 
-step = 0
-for epoch in range(3):
-    for batch in train_loader:
-        loss = train_step(model, optimizer, batch)
-        step += 1
-    print(epoch, loss)
+with hf.CheckpointCallback("run", save_interval_steps=4) as checkpoint:  # +
+    state, step = checkpoint.restore_or_initialize({"model": model, "optimizer": optimizer}, data=train_loader)  # +
+    loss = None  # +
+    # - step = 0
+    # - for epoch in range(3):
+    for epoch in range(train_loader.epoch, 3):  # +
+        for batch in train_loader:
+            loss = train_step(model, optimizer, batch)
+            step += 1
+            checkpoint.on_step(step, state, data=train_loader, metrics={"loss": loss})  # +
+        print(epoch, loss)
 np.savez("model.npz", *jax.tree.leaves(nnx.state(model, nnx.Param)))
+raise SystemExit(checkpoint.exit_status)  # +
