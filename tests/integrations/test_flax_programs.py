@@ -1,4 +1,4 @@
-"""Three programs with the structure of Flax's own examples, adopted by a few lines, killed, and resumed bit for bit.
+"""Three programs with the structure of Flax's own examples, adopted by a few lines, interrupted, and resumed exactly.
 
 Each is written as its author would: what its state holds and how its loop counts and saves differ. The lines that
 holdfast adds are marked with ``# +``; they take the place of those that saved and restored before.
@@ -6,6 +6,7 @@ holdfast adds are marked with ``# +``; they take the place of those that saved a
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import signal
@@ -33,7 +34,6 @@ ROOT = Path(__file__).resolve().parents[2]
 STEPS, EVERY = 8, 3
 VOCABULARY, LENGTH, BATCH = 11, 5, 4
 DEVICES = 2
-
 
 # Is called in every step of a loop, between the update and the save.
 Interrupt = Callable[[int, hf.CheckpointCallback], None]
@@ -119,7 +119,8 @@ def gemma(directory: str, interrupt: Interrupt = never) -> Any:
             loss = transformer_step(model, optimizer, next(batches))
             interrupt(step, checkpoint)
             saved = {"model": nnx.state(model), "optimizer": nnx.state(optimizer)}
-            checkpoint.on_step(step + 1, saved, metrics={"loss": loss}, data=batches)  # +
+            if checkpoint.on_step(step + 1, saved, metrics={"loss": loss}, data=batches).should_stop:  # +
+                break  # +
     return nnx.to_pure_dict(nnx.state((model, optimizer)))
 
 
@@ -188,7 +189,8 @@ def lm1b(directory: str, interrupt: Interrupt = never) -> Any:
         for step in range(start, STEPS):
             state, metrics = step_on_mesh(state, next(batches), key)
             interrupt(step, checkpoint)
-            checkpoint.on_step(step + 1, state, metrics=metrics, data=batches)  # +
+            if checkpoint.on_step(step + 1, state, metrics=metrics, data=batches).should_stop:  # +
+                break  # +
             if (step + 1) % 4 == 0:
                 checkpoint.on_eval(step + 1, {"eval_loss": float(metrics["loss"]) + 1})  # +
     return {"params": state.params, "opt": state.opt_state, "step": state.step}
@@ -262,8 +264,8 @@ def imagenet(directory: str, interrupt: Interrupt = never) -> Any:
             images = next(batches)
             state, loss = replicated_step(state, images.astype(np.float32), images[..., 0, 0, 0])
             interrupt(step, checkpoint)
-            checkpoint.on_step(step + 1, state, metrics={"loss": loss[0]}, data=batches)  # +
-    assert state.step.tolist() == [STEPS] * DEVICES
+            if checkpoint.on_step(step + 1, state, metrics={"loss": loss[0]}, data=batches).should_stop:  # +
+                break  # +
     scale = state.dynamic_scale
     return [state.step, state.params, state.opt_state, state.batch_stats, scale.scale, scale.fin_steps]
 
@@ -293,14 +295,75 @@ def bits(tree: Any) -> dict[str, bytes]:
     return found
 
 
-def test_programs_that_are_killed_and_started_again_end_with_the_same_bits(tmp_path: Path, every: bool) -> None:
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, bytes]]:
+    """The ends of the programs that nothing interrupts."""
+    return {name: bits(train(str(tmp_path_factory.mktemp(name)), never)) for name, train in PROGRAMS.items()}
+
+
+def test_programs_that_are_killed_and_started_again_end_with_the_same_bits(
+    tmp_path: Path, whole: dict[str, dict[str, bytes]], every: bool
+) -> None:
     for kill in (1, 4, 7) if every else (4,):  # before the first save, and after each save
         command = f"from {__name__} import train_until_killed; train_until_killed({str(tmp_path)!r}, {kill})"
         died = starts.run("-c", command, cwd=ROOT, backend="jax")
         assert died.returncode == -signal.SIGKILL, died.stderr
     for name, train in PROGRAMS.items():
         run = str(tmp_path / name)
-        with hf.CheckpointManager(run, options=hf.CheckpointManagerOptions(read_only=True)) as manager:
-            assert manager.latest_step() == (6 if every else 3), name
-        assert bits(train(run, never)) == bits(train(str(tmp_path / f"{name}, whole"), never)), name
+        assert hf.list_checkpoints(run)[-1].step == (6 if every else 3), name
+        assert bits(train(run, never)) == whole[name], name
         assert hf.verify(run).ok, name
+
+
+class InterruptedProgramError(Exception):
+    """Stands for any error that ends a program, between an update and its report."""
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_programs_that_end_at_every_step_by_an_error_or_a_signal(
+    place: str, whole: dict[str, dict[str, bytes]], program: str, every: bool
+) -> None:
+    ways = ["error", "signal"]
+    for first in (0, 1) if every else (len(program) % 2,):
+        run = f"{place}/{first}"
+        for stop in range(STEPS):
+            how = ways[(stop + first) % 2]
+
+            def interrupt(step: int, _: hf.CheckpointCallback, stop: int = stop, how: str = how) -> None:
+                if step == stop and how == "error":
+                    raise InterruptedProgramError
+                if step == stop:
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+            with contextlib.suppress(InterruptedProgramError, SystemExit):  # at the end of the steps after a signal
+                PROGRAMS[program](run, interrupt)
+            saved = stop + (how == "signal")
+            assert [one.step for one in hf.list_checkpoints(run)][-1:] == [saved][: saved > 0]
+        assert bits(PROGRAMS[program](run, never)) == whole[program]
+
+
+@pytest.mark.parametrize("what", ["its arrays", "arrays of its extras"])
+def test_a_loop_that_donated_what_it_has_reported_last_says_what_is_lost(
+    what: str, place: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    donating = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf + 1, tree), donate_argnums=0)
+    donated = {"w": jnp.zeros(1000)}
+    with hf.CheckpointCallback(place, save_interval_steps=2) as checkpoint:
+        for step in range(1, 4):
+            donated = donating(donated)
+            if what == "its arrays":
+                checkpoint.on_step(step, donated)
+            else:
+                checkpoint.on_step(step, {"n": step}, average=donated)
+        donating(donated)
+    assert checkpoint.manager.all_steps() == [2]
+    assert f"step 3 is not saved at the end: {what} were donated" in caplog.text
+
+
+def test_nnx_objects_that_only_passed_through_a_jitted_function_are_saved(place: str) -> None:
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+    with hf.CheckpointCallback(place) as checkpoint:
+        checkpoint.on_step(1, [model, optimizer])
+        nnx.jit(lambda model, optimizer: optimizer.step[...] + 1)(model, optimizer)
+    assert checkpoint.manager.all_steps() == [1]
