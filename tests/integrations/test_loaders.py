@@ -7,8 +7,7 @@ import importlib
 import logging
 import random
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, Weig
 
 import holdfast as hf
 from holdfast import graph
-from holdfast.engine.stateful import restore_state, state_of
 from holdfast.integrations.flax import CheckpointCallback
 
 DATA: Any = TensorDataset(torch.arange(10))
@@ -72,19 +70,36 @@ def taken(batches: Iterator[Any], count: int) -> list[str]:
     return [str(next(batches)) for _ in range(count)]
 
 
-def run_to(directory: Path, until: int, make: Callable[[], Any]) -> list[str]:
+def endless(loader: Any) -> Iterator[Any]:
+    """Gives the batches of one epoch after the other; a skipped loader has all epochs in one."""
+    while True:
+        yield from loader
+
+
+def run_to(directory: Path, until: int, make: Callable[[], Any], **make_extras: Callable[[], Any]) -> list[str]:
     """Go on to a step in a process of its own; return the batches, and numbers that the model draws beside them."""
     seed = 0 if not directory.exists() else 99  # A resumed process has other numbers.
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-    batches, seen = make(), []
+    loader, seen = make(), []
+    # Those of a name that comes before ``data`` come first: the order of the names must not matter.
+    extras = {name: one() for name, one in make_extras.items()} | {"data": loader}
     with CheckpointCallback(directory, save_interval_steps=1) as checkpoint:
-        state, start = checkpoint.restore_or_initialize({"w": 0}, data=batches)
+        state, start = checkpoint.restore_or_initialize({"w": 0}, **dict(sorted(extras.items())))
+        batches = endless(loader)
         for step in range(start, until):
             seen.append(f"{next(batches)} {torch.rand(1).item()} {random.random()} {np.random.rand()}")
-            checkpoint.on_step(step + 1, state, data=batches)
+            checkpoint.on_step(step + 1, state, **extras)
     return seen
+
+
+def check_cut(tmp_path: Path, stops: Sequence[int], steps: int, make: Callable[[], Any], **extras: Any) -> None:
+    """A run that stops, stops again one step later, and goes on to the end is the run without a stop."""
+    whole = run_to(tmp_path / "whole", steps, make, **extras)
+    for stop in stops:
+        found = [run_to(tmp_path / str(stop), until, make, **extras) for until in (stop, stop + 1, steps)]
+        assert [batch for part in found for batch in part] == whole, stop
 
 
 def following(make: Callable[[], Any], count: int) -> tuple[Any, Any]:
@@ -120,11 +135,6 @@ def test_a_run_goes_on_at_the_next_batch(tmp_path: Path, name: str) -> None:
     assert taken(other, 4) == whole[5:]
 
 
-def stateful() -> Any:
-    loaders = pytest.importorskip("torchdata.stateful_dataloader")
-    return loaders.StatefulDataLoader(DATA, batch_size=3, shuffle=True)
-
-
 class GlobalGenerator:
     """The generator of all of torch, as programs wrap it."""
 
@@ -135,81 +145,56 @@ class GlobalGenerator:
         torch.set_rng_state(state["torch"])
 
 
-@pytest.mark.parametrize("interface", ["callback", "graph"])
 @pytest.mark.parametrize("generator", [GlobalGenerator, lambda: torch.default_generator], ids=["wrapped", "torch's"])
 @pytest.mark.parametrize("kind", ["skip_to", "StatefulDataLoader"])
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 def test_a_loader_that_begins_draws_nothing_from_a_restored_generator(
-    tmp_path: Path, kind: str, generator: Callable[[], Any], interface: str
+    tmp_path: Path, kind: str, generator: Callable[[], Any]
 ) -> None:
     """Each epoch of a loader begins with a number of torch's generator, from which the program's dropout draws, too."""
-    steps = 7  # in epochs of 4
 
-    def train(directory: Path, until: int) -> list[str]:
-        torch.manual_seed(len(list(directory.parent.iterdir())))  # every process has another seed
-        if not directory.exists():
-            torch.manual_seed(0)
-        loader = hf.skip_to(DataLoader(DATA, batch_size=3)) if kind == "skip_to" else stateful()
-        drawn: list[str] = []
-        # The generator comes first: the order of the names must not matter.
-        extras: dict[str, Any] = {"a_generator": generator(), "data": loader}
-        with ExitStack() as stack:
-            if interface == "callback":
-                checkpoint = stack.enter_context(CheckpointCallback(directory, save_interval_steps=1))
-                _, start = checkpoint.restore_or_initialize({"w": 0}, **extras)
+    def make() -> Any:  # epochs of 4
+        return hf.skip_to(DataLoader(DATA, batch_size=3)) if kind == "skip_to" else stateful_loader(Ten, shuffle=True)
 
-                def report(step: int) -> None:
-                    checkpoint.on_step(step, {"w": 0}, **extras)
-            else:
-                saver = graph.CheckpointManager(graph.Checkpoint(**extras), directory, max_to_keep=None)
-                start = int(str(saver.restore_or_initialize() or "-0").rpartition("-")[2])
-
-                def report(step: int) -> None:
-                    saver.save(step)
-
-            step = start
-            while step < until:
-                for batch in loader:
-                    drawn.append(f"{batch} {torch.rand(2).tolist()}")
-                    step += 1
-                    report(step)
-                    if step == until:
-                        break
+    def by_graph(directory: Path, until: int) -> list[str]:
+        torch.manual_seed(99 if directory.exists() else 0)
+        loader = make()
+        saved = graph.Checkpoint(a_generator=generator(), data=loader)
+        saver = graph.CheckpointManager(saved, directory, max_to_keep=None)
+        start = int(str(saver.restore_or_initialize() or "-0").rpartition("-")[2])
+        drawn = []
+        for step, batch in zip(range(start, until), endless(loader), strict=False):
+            drawn.append(f"{batch} {torch.rand(2).tolist()}")
+            saver.save(step + 1)
         return drawn
 
-    whole = train(tmp_path / "whole", steps)
+    check_cut(tmp_path, (2, 3, 4, 6), 8, make, a_generator=generator)
+    whole = by_graph(tmp_path / "graph", 7)
     for stop in (2, 4, 6):
-        directory = tmp_path / f"cut-{stop}"
-        assert train(directory, stop) + train(directory, steps) == whole, stop
+        assert by_graph(tmp_path / f"graph {stop}", stop) + by_graph(tmp_path / f"graph {stop}", 7) == whole, stop
+
+
+class Counted:
+    """A loader that has no state before its first batch."""
+
+    first = 0
+    next: int
+
+    def __iter__(self) -> Iterator[int]:
+        for batch in range(self.first, 4):
+            self.next = batch + 1
+            yield batch
+        self.first = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.first = state["next"]
 
 
 def test_a_loader_without_a_state_before_its_first_batch(tmp_path: Path) -> None:
-    class Counted:
-        first = 0
-        next: int
-
-        def __iter__(self) -> Iterator[int]:
-            for batch in range(self.first, 4):
-                self.next = batch + 1
-                yield batch
-
-        def state_dict(self) -> dict[str, int]:
-            return {"next": self.next}
-
-        def load_state_dict(self, state: dict[str, int]) -> None:
-            self.first = state["next"]
-
-    for start, batches in ((0, [0, 1]), (2, [2, 3])):
-        loader = Counted()
-        with CheckpointCallback(tmp_path, save_interval_steps=1) as checkpoint:
-            state, step = checkpoint.restore_or_initialize({"w": 0}, data=loader)
-            assert step == start
-            for batch in loader:
-                step += 1
-                assert batch == batches[step - start - 1]
-                checkpoint.on_step(step, state, data=loader)
-                if step == start + 2:
-                    break
+    check_cut(tmp_path, (2,), 4, Counted)
 
 
 class Shuffles:
@@ -229,6 +214,21 @@ class Sized(Shuffles):
         return 8
 
 
+class Workers(Sized):
+    """Of another library than torch."""
+
+    num_workers = 2
+
+
+class Frozen(Shuffles):
+    """Only the program's own functions change what a loader holds."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if hasattr(self, "generator"):
+            raise AttributeError(name)
+        super().__setattr__(name, value)
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -236,31 +236,26 @@ class Sized(Shuffles):
         lambda: Shuffles(random),
         lambda: Sized(np.random.default_rng(3)),
         lambda: Shuffles(np.random.RandomState(3)),
-        lambda: Sized(random.Random(3)),
-        lambda: DataLoader(Drawing(), batch_size=3, sampler=OwnOrder()),
+        lambda: Workers(random.Random(3)),
+        lambda: Frozen(random.Random(3)),
+        lambda: DataLoader(Drawing(), batch_size=3, sampler=OwnOrder(), generator=torch.default_generator),
         lambda: DataLoader(Drawing(), batch_size=3, shuffle=True),
         lambda: DataLoader(Drawing(), batch_size=3, sampler=WeightedRandomSampler([1.0] * 12, 12)),
         lambda: DataLoader(Drawing(), batch_size=2, num_workers=2, multiprocessing_context="fork"),
         lambda: DataLoader(Drawing(), batch_size=2, num_workers=1, generator=torch.Generator().manual_seed(5)),
     ],
     ids=[
-        *("numpy's", "Python's", "Generator", "RandomState", "Random", "sampler", "shuffle", "weighted", "workers"),
-        "generator of workers",
+        *("numpy's", "Python's", "Generator", "RandomState", "Random", "frozen", "sampler", "shuffle", "weighted"),
+        *("workers", "generator of workers"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", r"ignore:os.fork\(\) was called:RuntimeWarning")
 def test_a_loader_that_draws_its_order_or_its_workers_seeds_from_generators(
     make: Callable[[], Any], tmp_path: Path
 ) -> None:
-    def train(directory: Path, until: int) -> list[str]:
-        return run_to(directory, until, lambda: hf.skip_to(make()))
-
-    steps, has_workers = 15, getattr(make(), "num_workers", 0)  # processes take longer to start than all else
-    whole = train(tmp_path / "whole", steps)
-    for stop in (6,) if has_workers else (3, 6, 13):
-        directory = tmp_path / str(stop)
-        found = train(directory, stop) + train(directory, stop + 1) + train(directory, steps)
-        assert found == whole, stop
+    # Processes take longer to start than all else.
+    stops = (6,) if isinstance(loader := make(), DataLoader) and loader.num_workers else (3, 6, 13)
+    check_cut(tmp_path, stops, 15, lambda: hf.skip_to(make()))
 
 
 class Changing:
@@ -310,26 +305,22 @@ class Changing:
         self.order = self.base[np.random.permutation(6)]
 
 
-class WithoutLength(Changing):
-    __len__: Any = None
-
-
 def nothing(_: Any) -> None:
     """A change that is none."""
 
 
+class WithoutLength(Changing):
+    __len__: Any = None
+
+
 CHANGES: dict[str, Callable[[], Changing]] = {
     "a count": lambda: Changing(Changing.count),
-    "a count at the end": lambda: Changing(nothing, Changing.count),
-    "a count, without a length": lambda: WithoutLength(Changing.count),
+    "a count at the end, without a length": lambda: WithoutLength(nothing, Changing.count),
     "a key of jax": lambda: Changing(Changing.split),
-    "a key of jax at the end": lambda: Changing(nothing, Changing.split),
-    "an array": lambda: Changing(Changing.shuffle),
     "an array at the end": lambda: Changing(nothing, Changing.shuffle),
     "an array, without a length": lambda: WithoutLength(Changing.shuffle, Changing.shuffle),
     "a tensor": lambda: Changing(Changing.permute),
     "a list": lambda: Changing(Changing.shuffle_names),
-    "a list at the end": lambda: Changing(nothing, Changing.shuffle_names),
     "an order that is its base at first": lambda: Changing(nothing, Changing.draw),
 }
 
@@ -340,12 +331,7 @@ def handed_over(loader: Changing) -> Any:
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_an_order_that_depends_on_what_the_program_hands_over(change: str, tmp_path: Path) -> None:
-    def train(directory: Path, until: int) -> list[str]:
-        return run_to(directory, until, lambda: handed_over(CHANGES[change]()))
-
-    whole = train(tmp_path / "whole", 20)
-    found = [train(tmp_path / "run", until) for until in (8, 12, 13, 18, 20)]
-    assert [batch for part in found for batch in part] == whole
+    check_cut(tmp_path, (8, 12, 18), 20, lambda: handed_over(CHANGES[change]()))
 
 
 @pytest.mark.parametrize("change", [Changing.count, Changing.shuffle])
@@ -361,36 +347,29 @@ def test_a_position_in_an_earlier_epoch_of_the_same_process(change: Any) -> None
         assert taken(batches, 12) == whole
 
 
-def test_a_skipped_loader_is_not_written_to() -> None:
-    """Only the program's own functions change what a loader holds."""
-
-    class Frozen(Changing):
-        def __setattr__(self, name: str, value: Any) -> None:
-            if hasattr(self, "rng"):
-                raise AttributeError(name)
-            super().__setattr__(name, value)
-
-    first, again = following(lambda: hf.skip_to(Frozen(nothing)), 8)
-    assert taken(again, 5) == taken(first, 5)
-
-
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("loader", "arguments", "message"),
     [
-        ({"generators": 7}, "generators=7 must be a sequence of generators"),
-        ({"generators": "rng"}, "generators='rng' must be a sequence of generators"),
-        ({"generators": [random.Random(1), jax.random.key(1)]}, r"generators\[1\] is a .*, which is no generator"),
-        ({"generators": [random.SystemRandom()]}, "draws from the operating system and has no state"),
-        ({"state": 7}, r"state=7 must be a pair of functions, \(get, set\)"),
-        ({"state": (list, 3)}, "must be a pair of functions"),
-        ({"state": (list,)}, "must be a pair of functions"),
-        ({"generators": [random.Random(1)], "global_batch_size": 2}, "belong to one process"),
-        ({"state": (list, list), "global_batch_size": 2}, "belong to one process"),
+        ([1], {"generators": 7}, "generators=7 must be a sequence of generators"),
+        ([1], {"generators": "rng"}, "generators='rng' must be a sequence of generators"),
+        ([1], {"generators": [random.Random(1), jax.random.key(1)]}, r"generators\[1\] is a .*, which is no generator"),
+        ([1], {"generators": [random.SystemRandom()]}, "draws from the operating system and has no state"),
+        ([1], {"state": 7}, r"state=7 must be a pair of functions, \(get, set\)"),
+        ([1], {"state": (list, 3)}, "must be a pair of functions"),
+        ([1], {"state": (list,)}, "must be a pair of functions"),
+        ([1], {"generators": [random.Random(1)], "global_batch_size": 2}, "belong to one process"),
+        ([1], {"state": (list, list), "global_batch_size": 2}, "belong to one process"),
+        ([1], {"global_batch_size": 0}, "global_batch_size=0 must be a number of samples, from 1"),
+        ([1], {"n": -1}, "number of batches"),
+        (iter([1, 2]), {}, "not an iterator"),
+        (3, {}, "needs a loader"),
+        (DataLoader(DATA, shuffle=True), {"global_batch_size": 1}, r"from a random generator of each \(RandomSampler"),
     ],
+    ids=plain_id,
 )
-def test_what_cannot_be_handed_over(arguments: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_skipped_or_handed_over(loader: Any, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(hf.errors.OptionError, match=message):
-        hf.skip_to([1, 2], **arguments)
+        hf.skip_to(loader, **arguments)
 
 
 @pytest.mark.parametrize(
@@ -451,22 +430,6 @@ def test_a_warning_tells_where_workers_draw_other_numbers(
     assert ("continues with new worker processes" in caplog.text) is warns
 
 
-def test_a_loader_may_hold_the_global_generator() -> None:
-    def batches() -> Any:
-        return hf.skip_to(DataLoader(Drawing(), batch_size=3, sampler=OwnOrder(), generator=torch.default_generator))
-
-    def drawn(batches: Any) -> list[str]:
-        return [f"{next(batches)} {torch.rand(1)}" for _ in range(5)]
-
-    first, again = batches(), batches()
-    taken(first, 6)
-    saved, generator = first.get_state(), torch.get_rng_state()
-    whole = drawn(first)
-    again.set_state(saved)
-    torch.set_rng_state(generator)
-    assert drawn(again) == whole
-
-
 class Jitter:
     """A transform that draws from a generator of its own."""
 
@@ -502,26 +465,18 @@ class Transformed(torch.utils.data.Dataset[Any]):
 @pytest.mark.filterwarnings(r"ignore:os.fork\(\) was called:RuntimeWarning")
 def test_generators_of_a_transform_are_handed_over(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
     """As ``generators=`` of skip_to, or as extras beside a loader with a state; workers have copies of them."""
+    own: list[Any] = []
 
-    def batches() -> tuple[Any, Iterator[Any], dict[str, Any]]:
-        own: Any = [Jitter(1), Jitter(2)]
-        dataset: Any = Transformed(lambda sample: own[1](own[0](sample)))
+    def make() -> Any:
+        own[:] = [Jitter(1), Jitter(2)]
+        one, other = own
+        dataset: Any = Transformed(lambda sample: other(one(sample)))
         if kind == "skip_to":
-            found = hf.skip_to(DataLoader(dataset, batch_size=2, **options), generators=[one.rng for one in own])
-            return found, found, {}
-        loaders = pytest.importorskip("torchdata.stateful_dataloader")
-        loader = loaders.StatefulDataLoader(dataset, batch_size=2, **options)
-        return loader, (batch for _ in range(4) for batch in loader), {"one": own[0].rng, "other": own[1].rng}
+            return hf.skip_to(DataLoader(dataset, batch_size=2, **options), generators=[one.rng, other.rng])
+        return stateful_loader(lambda: dataset)
 
-    with CheckpointCallback(tmp_path) as checkpoint:
-        loader, drawn, extras = batches()
-        checkpoint.restore_or_initialize({"w": 0}, data=loader, **extras)
-        taken(drawn, 4)
-        checkpoint.on_step(1, {"w": 0}, data=loader, **extras)
-    with CheckpointCallback(tmp_path) as checkpoint:
-        again, continued, extras = batches()
-        checkpoint.restore_or_initialize({"w": 0}, data=again, **extras)
-        assert taken(continued, 5) == taken(drawn, 5)
+    extras = {} if kind == "skip_to" else {"one": lambda: own[0].rng, "other": lambda: own[1].rng}
+    check_cut(tmp_path, (4,), 9, make, **extras)
 
 
 class Hardest(torch.utils.data.Sampler[int]):
@@ -560,33 +515,13 @@ def test_a_batch_that_is_another_one_when_it_is_drawn_again_is_told(
     assert ("differs from before the stop" in caplog.text) is warns
 
 
-def test_a_loader_of_another_library_may_have_workers() -> None:
-    class Loader(Sized):
-        num_workers = 2
-
-    first, again = following(lambda: hf.skip_to(Loader(random.Random(3))), 11)
-    assert taken(again, 9) == taken(first, 9)
-
-
 def test_whole_epochs_are_skipped_at_once() -> None:
     loader = Epochs()
     next(hf.skip_to(loader, 4001))
     assert (loader.epoch, loader.drawn) == (1000, 2)
 
 
-def test_loaders_that_would_go_on_with_others() -> None:
-    for loader, message in (
-        (iter([1, 2]), "not an iterator"),
-        (3, "needs a loader"),
-    ):
-        with pytest.raises(hf.errors.OptionError, match=message):
-            hf.skip_to(loader)  # type: ignore[arg-type]
-    with pytest.raises(hf.errors.OptionError, match="number of batches"):
-        hf.skip_to([1], -1)
-    with pytest.raises(hf.errors.OptionError, match="global_batch_size=0 must be a number of samples, from 1"):
-        hf.skip_to([1], global_batch_size=0)
-    with pytest.raises(hf.errors.OptionError, match=r"draws its order from a random generator of each \(RandomSampler"):
-        hf.skip_to(DataLoader(DATA, shuffle=True), global_batch_size=1)
+def test_a_loader_of_fabric_and_one_without_a_batch() -> None:
     fabric = pytest.importorskip("lightning.fabric").Fabric(accelerator="cpu", devices=1)
     with pytest.raises(hf.errors.OptionError, match="Pass the DataLoader that Fabric was given"):
         hf.skip_to(fabric.setup_dataloaders(shuffled()))
@@ -661,6 +596,11 @@ class Samples(torch.utils.data.Dataset[Any]):
         return torch.tensor(float(index))
 
 
+class Ten(Samples):
+    def __len__(self) -> int:
+        return 10
+
+
 class Drawing(Samples):
     """Draws in the dataset, as augmentation does."""
 
@@ -697,6 +637,30 @@ class OwnOrder(torch.utils.data.Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         return iter(torch.randperm(12).tolist())
+
+
+class DrawsAgain(OwnOrder):
+    """Its state is that of its generator before the epoch, from which it draws its order again, and its place.
+
+    A resume leaves the generator alone that such a sampler has set.
+    """
+
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng(0)
+        self.before: Any = self.generator.bit_generator.state
+        self.place = self.start = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.before, self.place, self.start = self.generator.bit_generator.state, self.start, 0
+        for index in self.generator.permutation(12)[self.place :]:
+            self.place += 1
+            yield int(index)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"before": self.before, "place": self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.generator.bit_generator.state, self.start = state["before"], state["place"]
 
 
 class OwnBatches(OwnOrder):
@@ -821,6 +785,9 @@ def loop_over_epochs(directory: Path, stop: int = 0, *, first: int | None = None
         {"sampler": of_one_process, "num_workers": 1},
         {"sampler": EpochOrder},
         {"sampler": EpochOrderWithState},
+        {"sampler": DrawsAgain},
+        {"shuffle": True, "first": 0},
+        {"shuffle": True, "first": 1},
         {"batch_sampler": EpochBatches},
         {"shuffle": True, "num_workers": 1},
         {"shuffle": True, "num_workers": 2},
@@ -845,16 +812,6 @@ def test_a_loop_over_epochs_is_stopped_at_the_end_of_one_and_elsewhere(
         told = "data= reads an iterable dataset: if it had given its last batch, the next loop over it yields nothing"
     assert told in caplog.text
     assert "StreamWithState" not in str(options) or "as saved, except" not in caplog.text
-
-
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-@pytest.mark.parametrize("first", [0, 1])
-def test_a_counter_of_epochs_counts_one_with_its_last_batch(first: int, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"first": first, "shuffle": True}
-    whole = loop_over_epochs(tmp_path / "whole", **options)
-    for stop in (3, 4, 8):
-        begun = loop_over_epochs(tmp_path / f"{stop}", stop, **options)
-        assert begun + loop_over_epochs(tmp_path / f"{stop}", **options) == whole, stop
 
 
 class CountsEpochs(OwnOrder):
@@ -916,25 +873,16 @@ def of_nodes(sampler: Any) -> Any:
     return nodes.Loader(nodes.Batcher(nodes.MapStyleWrapper(Samples(), sampler), 3))
 
 
-def test_torchs_batches_of_a_known_order_are_not_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_sampler_of_nodes_without_a_state_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Those of torch whose order is known are not."""
     nodes = pytest.importorskip("torchdata.nodes")
     in_order = torch.utils.data.BatchSampler(torch.utils.data.SequentialSampler(Samples()), 3, drop_last=False)
-    loader, again = (nodes.Loader(nodes.SamplerWrapper(in_order)) for _ in range(2))
-    next(iter(loader))
-    restore_state(again, state_of(loader))
-    assert next(iter(again)) == [3, 4, 5]
-    assert caplog.text == ""
-
-
-def test_a_sampler_of_nodes_without_a_state_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    check_cut(tmp_path, (1,), 3, lambda: nodes.Loader(nodes.SamplerWrapper(in_order)))
+    warning = "the OwnOrder of a Loader has no state_dict and load_state_dict"
     for step in (1, 2):
-        with CheckpointCallback(tmp_path, save_interval_steps=1) as checkpoint:
-            loader = of_nodes(OwnOrder())
-            checkpoint.restore_or_initialize({"w": 0}, data=loader)
-            warning = "the OwnOrder of a Loader has no state_dict and load_state_dict"
-            assert (warning in caplog.text) == (step == 2)
-            next(iter(loader))
-            checkpoint.on_step(step, {"w": 0}, data=loader)
+        assert warning not in caplog.text
+        run_to(tmp_path / "named", step, lambda: of_nodes(OwnOrder()))
+    assert warning in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -1012,55 +960,6 @@ def test_a_loader_of_accelerate_is_refused_before_the_first_step(is_stateful: bo
             hf.skip_to(loader)
     else:
         assert next(hf.skip_to(loader)) == DATA[0]
-
-
-class DrawsAgain(torch.utils.data.Sampler[int]):
-    """Its state is that of its generator before the epoch, from which it draws its order again, and its place."""
-
-    def __init__(self) -> None:
-        self.generator = np.random.default_rng(0)
-        self.before: Any = self.generator.bit_generator.state
-        self.place = self.start = 0
-
-    def __len__(self) -> int:
-        return 6
-
-    def __iter__(self) -> Iterator[int]:
-        self.before, self.place, self.start = self.generator.bit_generator.state, self.start, 0
-        for index in self.generator.permutation(6)[self.place :]:
-            self.place += 1
-            yield int(index)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"before": self.before, "place": self.place}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.generator.bit_generator.state, self.start = state["before"], state["place"]
-
-
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-@pytest.mark.parametrize("taken", [1, 2, 3, 4])
-def test_a_sampler_with_a_state_sets_its_generator(taken: int, tmp_path: Path) -> None:
-    """A resume leaves the generator alone that the sampler of a StatefulDataLoader has set, to draw its order again."""
-    kind = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
-
-    def loader() -> Any:
-        return kind(torch.arange(6), batch_size=2, sampler=DrawsAgain())
-
-    def batches(data: Any) -> Iterator[list[int]]:
-        return (batch.tolist() for _ in range(3) for batch in data)
-
-    whole, data = list(batches(loader())), loader()
-    first, stop = [], batches(data)
-    with hf.CheckpointCallback(str(tmp_path), save_interval_steps=1) as checkpoint:
-        state, _ = checkpoint.restore_or_initialize({"w": np.zeros(1)}, data=data)
-        for step in range(taken):
-            first.append(next(stop))
-            checkpoint.on_step(step + 1, state, data=data)
-    again = loader()
-    with hf.CheckpointCallback(str(tmp_path), save_interval_steps=1) as checkpoint:
-        checkpoint.restore_or_initialize({"w": np.zeros(1)}, data=again)
-        assert (first + list(batches(again)))[:9] == whole
 
 
 def test_nothing_holds_a_loader_that_the_program_has_left(tmp_path: Path) -> None:

@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -38,14 +36,6 @@ _directories = itertools.count()
 
 def new_directory() -> str:
     return f"memory://resumable-{os.getpid()}/{next(_directories)}"
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # ---- data
@@ -220,31 +210,13 @@ def train(run: Run, make: Callable[[], Any]) -> None:
     run.left = [one.tolist() for one in model.parameters()], schedule.state_dict(), torch.rand(2).tolist()
 
 
-def descend(run: Run, make: Callable[[], Any]) -> None:
-    """The same for arrays of jax, whose keys come from numpy's generator."""
-    with run.callback() as checkpoint:
-        loader = make()
-        state, step = checkpoint.restore_or_initialize({"w": jnp.ones(2)}, data=loader)
-        run.start = step
-        for epoch in range(loader.epoch, 3):
-            for i, batch in enumerate(loader, loader.batch):
-                noise = jax.random.normal(jax.random.key(np.random.randint(99)), (2,))
-                state = {"w": 0.9 * state["w"] + jnp.asarray(np.asarray(batch)).mean() + 0.1 * noise}
-                step += 1
-                run.report(checkpoint, step, f"{epoch} {i} {np.asarray(batch).tolist()}", state, loader)
-                if i + 1 == run.breaks:
-                    break
-            run.end_epoch(checkpoint, epoch, step)
-    run.left = state["w"].tolist()
-
-
-def check_interrupted(program: Any, make: Callable[[], Any], length: int = 4, first: int = 0, breaks: int = 0) -> None:
+def check_interrupted(make: Callable[[], Any], length: int = 4, first: int = 0, breaks: int = 0) -> None:
     """Interrupt a program within its first epoch, at a last, a first and a middle batch, and again after each resume.
 
     It is killed and told in turns; ``first`` chooses with which of them it begins.
     """
     whole = Run(new_directory(), breaks=breaks)
-    program(whole, make)
+    train(whole, make)
     assert whole.ends == [(epoch, length * (epoch + 1)) for epoch in range(3)]
     directory, steps = new_directory(), sorted({2, length, length + 1, length + 2, 2 * length, 3 * length})
     if getattr(make(), "num_workers", 0):  # processes take longer to start than all else
@@ -254,14 +226,14 @@ def check_interrupted(program: Any, make: Callable[[], Any], length: int = 4, fi
         run = Run(directory, 0 if told else step, step if told else 0, turn, breaks)
         # A program whose loop ends in the steps after a signal ends there.
         with contextlib.suppress(KilledError, *([SystemExit] if told else [])):
-            program(run, make)
+            train(run, make)
         assert run.start == (steps[turn - 1] if turn else 0)
         assert step in run.batches
         assert run.batches.items() <= whole.batches.items()
         assert {*run.ends} <= {*whole.ends}
     assert [one.step for one in hf.list_checkpoints(directory)] == steps
     last = Run(directory, turn=9, breaks=breaks)
-    program(last, make)
+    train(last, make)
     assert (last.start, last.batches, last.ends) == (3 * length, {}, whole.ends[-1:])
     assert last.left == whole.left
 
@@ -269,24 +241,30 @@ def check_interrupted(program: Any, make: Callable[[], Any], length: int = 4, fi
 @pytest.mark.parametrize("name", LOADERS)
 def test_a_loop_over_epochs_is_exact(name: str) -> None:
     lengths = {"drop_last": 3, "indices, a generator": 14, "indices, single items": 10}
-    check_interrupted(train, LOADERS[name], lengths.get(name, 4))
+    check_interrupted(LOADERS[name], lengths.get(name, 4))
 
 
 @pytest.mark.parametrize("name", ["shuffle", "a list", "a stream"])
 def test_the_other_ends(name: str) -> None:
-    check_interrupted(train, LOADERS[name], first=1)
+    check_interrupted(LOADERS[name], first=1)
 
 
-@pytest.mark.parametrize("name", ["shuffle", "a list", "an array", "an order of its own", "indices"])
-def test_a_loop_of_jax_is_exact(name: str) -> None:
-    check_interrupted(descend, LOADERS[name])
+# ---- loaders that are resumed at every step, each with what it depends on
+
+Steps = Iterator[
+    tuple[Any, list[Any]]
+]  # what is seen in each step, and the states of the loaders, if it can be resumed
 
 
-def in_step(loaders: list[Any]) -> Iterator[tuple[Any, list[Any]]]:
-    """Yield the pairs of three epochs of two loaders, each with the states of the loaders."""
-    for _ in range(loaders[0].epoch, 3):
-        for pair in zip(*loaders, strict=False):
-            yield [one[0].tolist() for one in pair], [state_of(one) for one in loaders]
+def check_resumed_anywhere(make: Callable[[], Any], steps: Callable[[Any], Steps]) -> None:
+    """Wherever the loaders, which come first in what is made, are put back, the same steps follow."""
+    whole = [*steps(make())]
+    for done, (_, states) in enumerate(whole, 1):
+        parts = make()
+        for loader, state in zip(parts, states, strict=False):
+            restore_state(loader, state)
+        if states:
+            assert [seen for seen, _ in steps(parts)] == [seen for seen, _ in whole[done:]]
 
 
 @pytest.mark.parametrize("shares", [False, True])
@@ -296,19 +274,18 @@ def test_loaders_in_step_are_resumed_together(lengths: tuple[int, int], shares: 
 
     def make() -> list[Any]:
         common = seeded()
+        generators = [common if shares else seeded(length) for length in lengths]
         return [
-            hf.resumable(
-                data.DataLoader(
-                    data.TensorDataset(torch.arange(n)), shuffle=True, generator=common if shares else seeded(n)
-                )
-            )
-            for n in lengths
+            hf.resumable(data.DataLoader(torch.arange(length), shuffle=True, generator=one))  # type: ignore[arg-type]
+            for length, one in zip(lengths, generators, strict=True)
         ]
 
-    whole = [*in_step(make())]
-    for done, (_, states) in enumerate(whole, 1):
-        loaders = [restore_state(*pair) for pair in zip(make(), states, strict=True)]
-        assert [pair for pair, _ in in_step(loaders)] == [pair for pair, _ in whole[done:]]
+    def steps(loaders: list[Any]) -> Steps:
+        for _ in range(loaders[0].epoch, 3):
+            for pair in zip(*loaders, strict=False):
+                yield [one.tolist() for one in pair], [state_of(one) for one in loaders]
+
+    check_resumed_anywhere(make, steps)
 
 
 class Scored(list[Any]):
@@ -326,18 +303,49 @@ class Scored(list[Any]):
 
 
 def test_an_order_that_training_changes() -> None:
-    def train(state: Any = None) -> Iterator[Any]:
+    def make() -> tuple[Any, Scored]:
         items = Scored()
-        loader = hf.resumable(items, state=(lambda: items.scores, items.set_scores))
-        loader = loader if state is None else restore_state(loader, state)
+        return hf.resumable(items, state=(lambda: items.scores, items.set_scores)), items
+
+    def steps(parts: tuple[Any, Scored]) -> Steps:
+        loader, items = parts
         for _ in range(loader.epoch, 3):
             for item in loader:
                 items.scores[item] += 5 - 3 * items.scores[item] - item
-                yield int(item), items.scores.tolist(), state_of(loader)
+                yield (int(item), items.scores.tolist()), [state_of(loader)]
 
-    whole = [*train()]
-    for done, (_, _, state) in enumerate(whole, 1):
-        assert [one[:2] for one in train(state)] == [one[:2] for one in whole[done:]]
+    check_resumed_anywhere(make, steps)
+
+
+def test_the_program_calls_set_epoch() -> None:
+    def make() -> tuple[Any, Any]:
+        sampler: Any = data.DistributedSampler(range(10), num_replicas=2, rank=1, seed=3)  # type: ignore[arg-type]
+        return hf.resumable(data.DataLoader(Images(), batch_size=2, sampler=sampler)), sampler
+
+    def steps(parts: tuple[Any, Any]) -> Steps:
+        loader, sampler = parts
+        for epoch in range(loader.epoch, 3):
+            sampler.set_epoch(epoch)
+            for batch in loader:
+                yield batch.tolist(), [state_of(loader)]
+
+    check_resumed_anywhere(make, steps)
+
+
+def test_the_model_and_a_validation_draw_from_the_generator_of_training() -> None:
+    def make() -> tuple[Any, torch.Generator, Any]:
+        generator = seeded()
+        training = hf.resumable(torchs(shuffle=True, generator=generator))
+        return training, generator, torchs(shuffle=True, generator=generator)
+
+    def steps(parts: tuple[Any, torch.Generator, Any]) -> Steps:
+        training, generator, validation = parts
+        for _ in range(training.epoch, 3):
+            for batch in training:
+                yield (batch.tolist(), torch.rand(1, generator=generator).item()), [state_of(training)]
+            yield [batch.tolist() for batch in validation], []
+
+    check_resumed_anywhere(make, steps)
 
 
 @pytest.mark.parametrize("breaks", [0, 3])
@@ -349,7 +357,7 @@ def test_epochs_of_a_number_of_batches(redraw: Any, breaks: int) -> None:
         return hf.resumable(torchs(shuffle=True), batches_per_epoch=3, redraw=redraw)
 
     assert len(make()) == 3
-    check_interrupted(train, make, length=3, breaks=breaks)
+    check_interrupted(make, length=3, breaks=breaks)
 
 
 # ---- the end of the data
@@ -441,21 +449,18 @@ def test_epochs_and_batches_are_counted() -> None:
     assert state_of(restored(hf.resumable([[1], [2]]), state)) == state  # before its first loop
 
 
-def test_a_loader_without_a_length() -> None:
-    loader = hf.resumable(torchs(Lines))
-    with pytest.raises(TypeError):
-        len(loader)
-    assert len(hf.resumable(torchs(Lines), batches_per_epoch=2)) == 2
-    assert [loader.left for _ in loader] == [None] * 4
-
-
-def test_other_attributes_are_those_of_the_loader() -> None:
+def test_lengths_and_attributes_are_those_of_the_loader() -> None:
     inner: Any = torchs(shuffle=True)
     loader = hf.resumable(inner)
     assert (loader.batch_size, loader.dataset, loader.sampler) == (3, inner.dataset, inner.sampler)
     for name in ("_iterator", "nothing"):
         with pytest.raises(AttributeError, match=name):
             getattr(loader, name)
+    stream = hf.resumable(torchs(Lines))
+    with pytest.raises(TypeError):
+        len(stream)
+    assert [stream.left for _ in stream] == [None] * 4
+    assert len(hf.resumable(torchs(Lines), batches_per_epoch=2)) == 2
 
 
 def test_a_batch_to_look_at_before_the_run_does_not_count() -> None:
@@ -480,66 +485,6 @@ def test_a_batch_to_look_at_before_the_run_does_not_count() -> None:
     assert [epoch for epoch, _ in found] == [0] * 4 + [1] * 4
     for epoch in range(2):
         assert len({str(row) for e, batch in found if e == epoch for row in batch}) == 10
-
-
-def test_the_program_calls_set_epoch() -> None:
-    def make() -> tuple[Any, Any]:
-        sampler: Any = data.DistributedSampler(range(10), num_replicas=2, rank=1, seed=3)  # type: ignore[arg-type]
-        return sampler, hf.resumable(data.DataLoader(Images(), batch_size=2, sampler=sampler))
-
-    sampler, loader = make()
-    whole: list[Any] = []
-    states = []
-    for epoch in range(loader.epoch, 3):
-        sampler.set_epoch(epoch)
-        for batch in loader:
-            whole.append(batch.tolist())
-            states.append(state_of(loader))
-    for taken in (1, 3, 5):
-        sampler, loader = make()
-        restore_state(loader, states[taken - 1])
-        found = []
-        for epoch in range(loader.epoch, 3):
-            sampler.set_epoch(epoch)
-            found += [batch.tolist() for batch in loader]
-        assert found == whole[taken:]
-
-
-def test_a_generator_that_others_draw_from_continues_where_it_was() -> None:
-    def make(seed: int) -> tuple[Any, Any]:
-        generator = seeded(seed)
-        return generator, hf.resumable(torchs(shuffle=True, generator=generator))
-
-    generator, loader = make(3)
-    for _ in loader:
-        torch.rand(1, generator=generator)
-        state = state_of(loader)
-        break
-    expected = torch.rand(1, generator=generator)
-    generator, again = make(99)
-    restore_state(again, state)
-    next(iter(again))
-    assert torch.rand(1, generator=generator) == expected
-
-
-def test_a_validation_draws_from_the_generator_of_training() -> None:
-    def make() -> tuple[Any, Any]:
-        generator = seeded()
-        training = hf.resumable(torchs(shuffle=True, generator=generator))
-        return training, torchs(shuffle=True, generator=generator)
-
-    def steps(training: Any, validation: Any) -> Iterator[tuple[list[Any], Any]]:
-        for _ in range(training.epoch, 3):
-            for batch in training:
-                yield batch.tolist(), state_of(training)
-            yield [batch.tolist() for batch in validation], None
-
-    whole = [*steps(*make())]
-    for done, (_, state) in enumerate(whole, 1):
-        if state is not None:
-            loaders = make()
-            restore_state(loaders[0], state)
-            assert [values for values, _ in steps(*loaders)] == [values for values, _ in whole[done:]]
 
 
 def test_a_graph_saves_the_place(tmp_path: Path) -> None:
