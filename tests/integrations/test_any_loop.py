@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import logging
-from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,8 @@ import optax  # type: ignore[import-untyped]  # it ships no types
 import pytest
 import torch
 from flax import nnx
+from tests.equality import assert_same
+from tests.integrations.states import contents
 from tests.versions import nnx_update
 
 import holdfast as hf
@@ -82,241 +85,140 @@ class Agent(Checkpointable):
         self.inner.update(x + float(self.noise.random()))
 
 
-class Kind(ABC):
-    """How one kind of state is made, updated and compared."""
-
-    @abstractmethod
-    def make(self, seed: int) -> Any: ...
-    @abstractmethod
-    def update(self, state: Any, x: Any) -> Any: ...
-    @abstractmethod
-    def values(self, state: Any) -> Any: ...
+def of_torch(seed: int) -> dict[str, Any]:
+    drawn = Drawn(seed)
+    return {"net": drawn.net, "optimizer": drawn.optimizer, "schedule": drawn.schedule, "done": 0, "seen": []}
 
 
-def module_values(net: Any, optimizer: Any) -> list[Any]:
-    moments = [optimizer.state[parameter] for parameter in net.parameters()]
-    return [*net.state_dict().values(), *(value for state in moments for value in state.values())]
+def update_of_torch(state: dict[str, Any], x: Any) -> dict[str, Any]:
+    torch_update(state["net"], state["optimizer"], x)
+    state["schedule"].step()
+    state["seen"].append(state["done"])
+    state["done"] += 1
+    return state
 
 
-class DictOfTorch(Kind):
-    def make(self, seed: int) -> Any:
-        drawn = Drawn(seed)
-        return {"net": drawn.net, "optimizer": drawn.optimizer, "schedule": drawn.schedule, "done": 0, "seen": []}
-
-    def update(self, state: Any, x: Any) -> Any:
-        torch_update(state["net"], state["optimizer"], x)
-        state["schedule"].step()
-        state["seen"].append(state["done"])
-        state["done"] += 1
-        return state
-
-    def values(self, state: Any) -> Any:
-        rates = [group["lr"] for group in state["optimizer"].param_groups]
-        return [*module_values(state["net"], state["optimizer"]), state["done"], state["seen"], rates]
+def listed(seed: int) -> list[Any]:
+    drawn = Drawn(seed)
+    return [drawn.net, drawn.optimizer, [0.5, seed]]
 
 
-class DictMadeEveryStep(DictOfTorch):
-    def update(self, state: Any, x: Any) -> Any:
-        return dict(super().update(state, x))
+def update_listed(state: list[Any], x: Any) -> list[Any]:
+    torch_update(state[0], state[1], x)
+    state[2].append(float(x.sum()))
+    return state
 
 
-class ListOfTorch(Kind):
-    def make(self, seed: int) -> Any:
-        drawn = Drawn(seed)
-        return [drawn.net, drawn.optimizer, [0.5, seed]]
-
-    def update(self, state: Any, x: Any) -> Any:
-        torch_update(state[0], state[1], x)
-        state[2].append(float(x.sum()))
-        return state
-
-    def values(self, state: Any) -> Any:
-        assert type(state) is list
-        return [*module_values(state[0], state[1]), state[2]]
+def update_pair(state: Pair, x: Any) -> Pair:
+    torch_update(*state, x)
+    return state
 
 
-class TupleOfTorch(Kind):
-    def make(self, seed: int) -> Any:
-        drawn = Drawn(seed)
-        return Pair(drawn.net, drawn.optimizer)
-
-    def update(self, state: Any, x: Any) -> Any:
-        torch_update(state.net, state.optimizer, x)
-        return state
-
-    def values(self, state: Any) -> Any:
-        assert type(state) is Pair
-        return module_values(*state)
+def update_module(net: Net, x: Any) -> Net:
+    """A module alone, trained without an optimizer that stays."""
+    torch_update(net, torch.optim.SGD(net.parameters(), lr=0.1), x)
+    return net
 
 
-class Module(Kind):
-    """A module alone, trained without an optimizer."""
-
-    def make(self, seed: int) -> Any:
-        return Net(seed)
-
-    def update(self, state: Any, x: Any) -> Any:
-        torch_update(state, torch.optim.SGD(state.parameters(), lr=0.1), x)
-        return state
-
-    def values(self, state: Any) -> Any:
-        return list(state.state_dict().values())
+def update_object(state: Any, x: Any) -> Any:
+    state.update(x)
+    return state
 
 
-class PlainObject(Kind):
-    def make(self, seed: int) -> Any:
-        return Drawn(seed)
-
-    def update(self, state: Any, x: Any) -> Any:
-        state.update(x)
-        return state
-
-    def values(self, state: Any) -> Any:
-        return [*module_values(state.net, state.optimizer), state.updates, state.history]
+def parts_of_a_graph(seed: int) -> dict[str, Any]:
+    drawn = Drawn(seed)
+    return {"net": drawn.net, "optimizer": drawn.optimizer, "updates": graph.Value(0), "history": []}
 
 
-class GraphNode(PlainObject):
-    def make(self, seed: int) -> Any:
-        drawn = Drawn(seed)
-        return graph.Node(net=drawn.net, optimizer=drawn.optimizer, updates=graph.Value(0), history=[])
-
-    def update(self, state: Any, x: Any) -> Any:
-        torch_update(state.net, state.optimizer, x)
-        state.updates.assign(state.updates.value + 1)
-        state.history.append(1.5)
-        return state
-
-    def values(self, state: Any) -> Any:
-        return [*module_values(state.net, state.optimizer), state.updates.value, list(state.history)]
+def update_graph(state: Any, x: Any) -> Any:
+    torch_update(state.net, state.optimizer, x)
+    state.updates.assign(state.updates.value + 1)
+    state.history.append(1.5)
+    return state
 
 
-class GraphCheckpoint(GraphNode):
-    def make(self, seed: int) -> Any:
-        node = super().make(seed)
-        return graph.Checkpoint(net=node.net, optimizer=node.optimizer, updates=node.updates, history=[])
+def of_numpy(seed: int) -> dict[Any, Any]:
+    return {"w": np.full(3, seed, np.float32), "t": 0, 7: np.full(2, seed)}  # keys that jax does not sort
 
 
-class Component(Kind):
-    def make(self, seed: int) -> Any:
-        return Agent(seed)
-
-    def update(self, state: Any, x: Any) -> Any:
-        state.update(x)
-        return state
-
-    def values(self, state: Any) -> Any:
-        inner = state.inner
-        return [
-            *module_values(inner.net, inner.optimizer),
-            inner.updates,
-            inner.history,
-            copy.copy(state.noise).random(),
-        ]
+def update_numpy(state: Any, x: Any) -> Any:
+    return {"w": state["w"] + np.float32(0.1) * x.numpy().mean(0), "t": state["t"] + 1, 7: state[7] + 1}
 
 
-class Numpy(Kind):
-    def make(self, seed: int) -> Any:
-        return {"w": np.full(3, seed, np.float32), "t": 0, 7: np.full(2, seed)}  # keys that jax does not sort
-
-    def update(self, state: Any, x: Any) -> Any:
-        return {"w": state["w"] + np.float32(0.1) * x.numpy().mean(0), "t": state["t"] + 1, 7: state[7] + 1}
-
-    def values(self, state: Any) -> Any:
-        return [state["w"], state["t"], state[7]]
+def of_jax(seed: int) -> dict[str, Any]:
+    params = {"w": jnp.full(3, seed, jnp.float32)}
+    return {"params": params, "opt": optax.adam(0.1).init(params), "key": jax.random.key(seed)}
 
 
-class Jax(Kind):
-    def make(self, seed: int) -> Any:
-        params = {"w": jnp.full(3, seed, jnp.float32)}
-        return {"params": params, "opt": optax.adam(0.1).init(params), "key": jax.random.key(seed)}
-
-    def update(self, state: Any, x: Any) -> Any:
-        key, noise = jax.random.split(state["key"])
-        gradients = {"w": jnp.asarray(x.numpy()).mean(0) + jax.random.normal(noise, (3,))}
-        updates, opt = optax.adam(0.1).update(gradients, state["opt"])
-        return {"params": optax.apply_updates(state["params"], updates), "opt": opt, "key": key}
-
-    def values(self, state: Any) -> Any:
-        return [*jax.tree.leaves((state["params"], state["opt"])), jax.random.key_data(state["key"])]
+def update_jax(state: Any, x: Any) -> Any:
+    key, noise = jax.random.split(state["key"])
+    gradients = {"w": jnp.asarray(x.numpy()).mean(0) + jax.random.normal(noise, (3,))}
+    updates, opt = optax.adam(0.1).update(gradients, state["opt"])
+    return {"params": optax.apply_updates(state["params"], updates), "opt": opt, "key": key}
 
 
-class Nnx(Kind):
-    def make(self, seed: int) -> Any:
-        model = nnx.Linear(3, 1, rngs=nnx.Rngs(seed))
-        optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
-        return {"model": model, "optimizer": optimizer, "average": [jnp.zeros(2)], "done": 0}
-
-    def update(self, state: Any, x: Any) -> Any:
-        inputs = jnp.asarray(x.numpy())
-        gradients = nnx.grad(lambda model: (model(inputs) ** 2).mean())(state["model"])
-        nnx_update(state["optimizer"], state["model"], gradients)
-        return {**state, "average": [state["average"][0] + 1], "done": state["done"] + 1}
-
-    def values(self, state: Any) -> Any:
-        objects = nnx.to_pure_dict(nnx.state((state["model"], state["optimizer"])))
-        return [*jax.tree.leaves(objects), state["average"][0], state["done"]]
+def of_nnx(seed: int) -> dict[str, Any]:
+    model = nnx.Linear(3, 1, rngs=nnx.Rngs(seed))
+    optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+    return {"model": model, "optimizer": optimizer, "average": [jnp.zeros(2)], "done": 0}
 
 
+def update_nnx(state: Any, x: Any) -> Any:
+    inputs = jnp.asarray(x.numpy())
+    gradients = nnx.grad(lambda model: (model(inputs) ** 2).mean())(state["model"])
+    nnx_update(state["optimizer"], state["model"], gradients)
+    return {**state, "average": [state["average"][0] + 1], "done": state["done"] + 1}
+
+
+Kind = tuple[Callable[[int], Any], Callable[[Any, Any], Any]]  # how a state is made of a seed, and updated
 KINDS: dict[str, Kind] = {
-    "dict of torch": DictOfTorch(),
-    "dict made at every step": DictMadeEveryStep(),
-    "list of torch": ListOfTorch(),
-    "tuple of torch": TupleOfTorch(),
-    "module": Module(),
-    "object": PlainObject(),
-    "graph node": GraphNode(),
-    "graph checkpoint": GraphCheckpoint(),
-    "component": Component(),
-    "numpy": Numpy(),
-    "jax": Jax(),
-    "nnx": Nnx(),
+    "dict of torch": (of_torch, update_of_torch),
+    "dict made at every step": (of_torch, lambda state, x: dict(update_of_torch(state, x))),
+    "list of torch": (listed, update_listed),
+    "tuple of torch": (lambda seed: Pair(*listed(seed)[:2]), update_pair),
+    "module": (Net, update_module),
+    "object": (Drawn, update_object),
+    "graph node": (lambda seed: graph.Node(**parts_of_a_graph(seed)), update_graph),
+    "graph checkpoint": (lambda seed: graph.Checkpoint(**parts_of_a_graph(seed)), update_graph),
+    "component": (Agent, update_object),
+    "numpy": (of_numpy, update_numpy),
+    "jax": (of_jax, update_jax),
+    "nnx": (of_nnx, update_nnx),
 }
+ENDS = [*((kind, "killed") for kind in KINDS), ("dict of torch", "damaged")]
 
 
 class Killed(BaseException):
     """Ends a loop in the middle, as an error does: nothing more is saved."""
 
 
-def run(kind: Kind, directory: Path | str, last: int, *, seed: int = 1, killed: bool = False, **options: Any) -> Any:
-    """Trains in a loop as its author writes it; returns the first step and the state."""
+def run(kind: str, directory: Path | str, last: int, *, seed: int = 1, killed: bool = False) -> tuple[int, Any]:
+    """Trains in a loop as its author writes it; returns the first step and the values of the state."""
+    make, update = KINDS[kind]
     generator = torch.Generator().manual_seed(7)
-    options = {"save_interval_steps": 2, **options}
-    state = kind.make(seed)
-    with hf.CheckpointCallback(directory, **options) as checkpoint:
-        state, start = checkpoint.restore_or_initialize(state, rng=generator)
+    with hf.CheckpointCallback(directory, save_interval_steps=2) as checkpoint:
+        state, start = checkpoint.restore_or_initialize(make(seed), rng=generator)
         for step in range(start, last):
-            state = kind.update(state, torch.randn(4, 3, generator=generator))
-            checkpoint.on_step(step + 1, state, metrics={"loss": abs(step + 1 - 4)}, rng=generator)
+            state = update(state, torch.randn(4, 3, generator=generator))
+            checkpoint.on_step(step + 1, state, rng=generator)
         if killed:
             raise Killed
-    return start, state
+    return start, contents(state)
 
 
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) or hasattr(one, "dtype"):
-        return (
-            type(one) is type(other)
-            and np.asarray(one.detach() if isinstance(one, torch.Tensor) else one).tobytes()
-            == np.asarray(other.detach() if isinstance(other, torch.Tensor) else other).tobytes()
-        )
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
-
-
-@pytest.mark.parametrize("how", [pytest.param("stopped", marks=pytest.mark.sweep), "killed"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_resumed_loop_ends_with_the_same_bits(kind: str, how: str, place: str) -> None:
-    driver = KINDS[kind]
-    _, whole = run(driver, f"{place}/whole", TOTAL)
-    if how == "killed":
-        with pytest.raises(Killed):
-            run(driver, f"{place}/run", 5, killed=True)
-    else:
-        run(driver, f"{place}/run", 5)
-    start, resumed = run(driver, f"{place}/run", TOTAL, seed=2)
-    assert start == (4 if how == "killed" else 5)
-    assert same(driver.values(resumed), driver.values(whole))
+@pytest.mark.parametrize(
+    ("kind", "how"), [*ENDS, *(pytest.param(kind, "stopped", marks=pytest.mark.sweep) for kind in KINDS)]
+)
+def test_a_resumed_loop_ends_with_the_same_bits(kind: str, how: str, place: str, stored: Any) -> None:
+    _, whole = run(kind, f"{place}/whole", TOTAL)
+    with pytest.raises(Killed) if how == "killed" else contextlib.nullcontext():
+        run(kind, f"{place}/run", 5, killed=how == "killed")
+    if how == "damaged":
+        files = stored(f"{place}/run/5")
+        files.write("state/d/0", bytes(len(files.read()["state/d/0"])))
+    start, resumed = run(kind, f"{place}/run", TOTAL, seed=2)
+    assert start == (5 if how == "stopped" else 4)
+    assert_same(resumed, whole)
     assert hf.verify(f"{place}/run").ok
 
 
@@ -324,7 +226,7 @@ def test_what_is_saved_reads_without_the_program(place: str, caplog: pytest.LogC
     """Also what a resumed run has saved; neither run has said anything."""
     caplog.set_level(logging.WARNING, "holdfast")
     for last in (2, 5):
-        run(KINDS["dict of torch"], place, last)
+        run("dict of torch", place, last)
         found = hf.load(place, item="state")
         assert found["net"]["first"]["weight"].shape == (4, 3)
         assert (found["done"], found["seen"]) == (last, [*range(last)])
@@ -346,71 +248,42 @@ class Other(torch.nn.Module):
         ({"net": Other(extra=True)}, ["net/more/bias: in the program", "net/last/bias: in the checkpoint"]),
         ({"net": Other(width=5)}, ["net/first/weight: expected", "[5, 3]", "[4, 3]"]),
         ({"model": Net(1)}, ["model/first/weight: in the program", "net/first/weight: in the checkpoint"]),
+        ({"params": np.zeros(4)}, ["params: in the program", "net/first/weight: in the checkpoint"]),
     ],
-    ids=["parts", "shapes", "names"],
+    ids=["parts", "shapes", "names", "arrays"],
 )
 def test_objects_that_do_not_match_stay_as_they_are(place: str, state: Any, lines: list[str]) -> None:
     with hf.CheckpointCallback(place, save_interval_steps=1) as checkpoint:
         checkpoint.on_step(1, {"net": Net(1)})
-    (net,) = state.values()
-    before = copy.deepcopy(net.state_dict())
+    before = copy.deepcopy(contents(state))
     with hf.CheckpointCallback(place) as checkpoint:
         with pytest.raises(hf.TreeMismatchError) as caught:
             checkpoint.restore_or_initialize(state)
         assert all(line in str(caught.value) for line in lines), str(caught.value)
-        assert all(map(torch.equal, before.values(), net.state_dict().values()))
+        assert "begin a run in another directory" in caught.value.__notes__[0]
+        assert_same(contents(state), before)
         with pytest.raises(hf.errors.StateError, match="has not restored"):  # and the loop cannot continue without it
             checkpoint.on_step(2, state)
 
 
-def test_a_damaged_step_is_passed_over(place: str, stored: Any, caplog: pytest.LogCaptureFixture) -> None:
-    driver = KINDS["dict of torch"]
-    _, whole = run(driver, f"{place}/whole", TOTAL)
-    run(driver, f"{place}/run", 5)
-    files = stored(f"{place}/run/5")
-    files.write("state/d/0", bytes(len(files.read()["state/d/0"])))
-    start, resumed = run(driver, f"{place}/run", TOTAL, seed=2)
-    assert start == 4
-    assert same(driver.values(resumed), driver.values(whole))
-
-
-@pytest.mark.parametrize("kind", ["dict of torch", "module", "object", "component"])
+@pytest.mark.parametrize("kind", ["dict of torch", "module", "object", "component", "nnx"])
 def test_a_state_that_has_moved_on_is_not_saved_under_the_last_step_unless_it_is_reported_again(
     kind: str, place: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    driver = KINDS[kind]
+    make, update = KINDS[kind]
     for again in (False, True):
-        state = driver.make(1)
+        state = make(1)
         with hf.CheckpointCallback(f"{place}/{again}", save_interval_steps=2) as checkpoint:
             for step in (1, 2, 3):
-                state = driver.update(state, torch.ones(4, 3))
+                state = update(state, torch.ones(4, 3))
                 checkpoint.on_step(step, state)
-            driver.update(state, torch.ones(4, 3))  # and the loop ends
+            state = update(state, torch.ones(4, 3))  # and the loop ends
             if again:
                 checkpoint.on_step(3, state)
         assert hf.CheckpointManager(f"{place}/{again}").all_steps() == [2, 3][: 1 + again]
     [lost] = [text for text in caplog.messages if "not saved at the end" in text]
-    assert (
-        "step 3 is not saved at the end: its tensors were changed since; call on_step after every update, and" in lost
-    )
-
-
-def test_an_optimizer_as_an_extra(place: str, caplog: pytest.LogCaptureFixture) -> None:
-    def train(name: str, last: int, seed: int) -> Any:
-        drawn = Drawn(seed)
-        with hf.CheckpointCallback(f"{place}/{name}", save_interval_steps=100) as checkpoint:
-            _, start = checkpoint.restore_or_initialize(drawn.net, optimizer=drawn.optimizer)
-            for step in range(start, last):
-                torch_update(drawn.net, drawn.optimizer, torch.full((4, 3), float(step)).cumsum(0))
-                checkpoint.on_step(step + 1, drawn.net, optimizer=drawn.optimizer)
-        return start, module_values(drawn.net, drawn.optimizer)
-
-    _, whole = train("whole", 5, 1)
-    train("run", 3, 1)
-    start, resumed = train("run", 5, 2)
-    assert start == 3
-    assert same(resumed, whole)
-    assert not caplog.records
+    changed = "objects were updated" if kind == "nnx" else "tensors were changed"
+    assert f"step 3 is not saved at the end: its {changed} since; call on_step after every update" in lost
 
 
 class Bare(Checkpointable):
@@ -420,11 +293,12 @@ class Bare(Checkpointable):
 @pytest.mark.parametrize(
     ("state", "message"),
     [
+        (lambda: [np.zeros(2)], "or one module of nnx, and this is a list without params"),
         (lambda: graph.Node(a=graph.Value(1)), "needs one torch module in the state, and this is 0 torch modules"),
         (lambda: {"0": Net(0), "1": Net(1)}, "needs one torch module in the state, and this is 2 torch modules"),
         (Bare, "needs a state with params, and this is a tree of components without a torch module"),
     ],
-    ids=["none", "two", "a component"],
+    ids=["a list", "none", "two", "a component"],
 )
 def test_weights_of_another_checkpoint_need_one_module(place: str, state: Any, message: str) -> None:
     hf.save(f"{place}/weights", dict(Net(3).state_dict()))
@@ -445,16 +319,23 @@ def test_the_callback_of_flax_is_the_same_class() -> None:
     assert CheckpointCallback is hf.CheckpointCallback
 
 
-@pytest.mark.parametrize("name", ["partial", "max_to_keep", "resume", "best_fn", "global_generators"])
-def test_names_of_options_are_no_names_of_extras(name: str, tmp_path: Path) -> None:
-    state = {"w": np.ones(2)}
-    mistaken: dict[str, Any] = {name: "initialize"}
+@pytest.mark.parametrize(
+    "name", ["step", "metrics", "partial", "max_to_keep", "resume", "best_fn", "global_generators"]
+)
+def test_names_that_an_extra_cannot_have(name: str, tmp_path: Path) -> None:
+    """Those of parameters, and those of options."""
+    state, mistaken = {"w": np.ones(2)}, {name: "initialize"}
+    of_calls = f"an extra cannot be called '{name}', as the callback uses this name"
+    is_option = name not in ("step", "metrics")
+    message = rf"pass it to CheckpointCallback\(..., {name}=...\)" if is_option else of_calls
     with hf.CheckpointCallback(tmp_path) as checkpoint:
-        with pytest.raises(hf.errors.OptionError, match=rf"pass it to CheckpointCallback\(..., {name}=...\)"):
+        with pytest.raises(hf.errors.OptionError, match=message):
             checkpoint.restore_or_initialize(state, **mistaken)
+        assert list(tmp_path.iterdir()) == []
         checkpoint.restore_or_initialize(state)
-        with pytest.raises(hf.errors.OptionError, match=f"{name}= is an option"):
-            checkpoint.on_step(1, state, **mistaken)
+        if is_option:
+            with pytest.raises(hf.errors.OptionError, match=f"{name}= is an option"):
+                checkpoint.on_step(1, state, **mistaken)  # type: ignore[arg-type]
 
 
 # ---- loops of torch that accumulate gradients
@@ -482,10 +363,11 @@ def accumulate(directory: Path, kind: str, stop: int = 0, batches_a_step: int = 
     torch.manual_seed(4)
     net: Any = SparseNet() if kind == "sparse" else torch.nn.Linear(3, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.0 if kind == "sparse" else 0.9)
-    extras = {"net": net, "optimizer": optimizer} if kind == "extras" else {}
-    state: Any = {"w": 1} if extras else {"net": net, "optimizer": optimizer}
-    if kind == "object":
-        state = Trainer(net, optimizer)
+    extras: dict[str, Any] = {"net": net} if kind == "extras" else {}
+    extras |= {"optimizer": optimizer} if "extra" in kind else {}
+    state = {"extras": {"w": 1}, "extra": net, "object": Trainer(net, optimizer)}.get(
+        kind, {"net": net, "optimizer": optimizer}
+    )
     with hf.CheckpointCallback(directory, save_interval_steps=1) as checkpoint:
         state, start = checkpoint.restore_or_initialize(state, **extras)
         for number in range(batches_a_step * start + 1, 10):
@@ -501,7 +383,7 @@ def accumulate(directory: Path, kind: str, stop: int = 0, batches_a_step: int = 
     return list(net.state_dict().values())
 
 
-@pytest.mark.parametrize("kind", ["dict", "extras", "object", "sparse"])
+@pytest.mark.parametrize("kind", ["dict", "extras", "extra", "object", "sparse"])
 def test_steps_of_several_batches_come_after_the_optimizers(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
