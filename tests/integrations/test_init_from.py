@@ -1,10 +1,11 @@
-"""init_from= of the Flax callback: fresh runs that begin with the weights of another."""
+"""init_from= of the callback: fresh runs that begin with the weights of another."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -73,10 +74,8 @@ def torch_file(path: Path, state: Any) -> Path:
 def test_parameters_come_from_any_checkpoint(tmp_path: Path, write: Any, caplog: pytest.LogCaptureFixture) -> None:
     there, here = train_state(1), train_state(0)
     place = write(tmp_path, there)
-
     with caplog.at_level(logging.INFO, "holdfast"), CheckpointCallback(tmp_path / "run", init_from=place) as callback:
         state, start = callback.restore_or_initialize(here)
-
     assert (start, int(state.step)) == (0, 0)
     assert isinstance(state, TrainState)
     assert all(np.array_equal(value, flat(there.params)[name]) for name, value in flat(state.params).items())
@@ -88,6 +87,15 @@ def test_parameters_come_from_any_checkpoint(tmp_path: Path, write: Any, caplog:
     assert "3 arrays" in said[0]
 
 
+def refused(directory: Path, state: Any, **options: Any) -> hf.TreeMismatchError:
+    with (
+        pytest.raises(hf.TreeMismatchError, match="the weights in params are not those of the model") as caught,
+        CheckpointCallback(directory, **options) as callback,
+    ):
+        callback.restore_or_initialize(state)
+    return caught.value
+
+
 def test_every_difference_is_named(tmp_path: Path) -> None:
     there = train_state(1)
     params = {
@@ -95,14 +103,8 @@ def test_every_difference_is_named(tmp_path: Path) -> None:
         "Dense_1": {"kernel": jnp.ones(2)},
     }
     place = orbax_state(tmp_path, there.replace(params=params))
-
-    with (
-        pytest.raises(hf.TreeMismatchError, match="the weights in params are not those of the model") as caught,
-        CheckpointCallback(tmp_path / "run", init_from=place) as callback,
-    ):
-        callback.restore_or_initialize(train_state(0))
-
-    assert sorted(line.partition(":")[0] for line in caught.value.differences) == [
+    differences = refused(tmp_path / "run", train_state(0), init_from=place).differences
+    assert sorted(line.partition(":")[0] for line in differences) == [
         "Dense_0/bias",
         "Dense_0/kernel",
         "layers/0/scale",
@@ -112,25 +114,17 @@ def test_every_difference_is_named(tmp_path: Path) -> None:
 
 def test_the_weights_that_fit_are_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     there, here = train_state(1), train_state(0)
+    options: Any = {"init_from": orbax_state(tmp_path, there), "partial": "initialize"}
     changed = {**here.params, "Dense_0": {"kernel": jnp.zeros((4, 5)), "bias": here.params["Dense_0"]["bias"]}}
-    place = orbax_state(tmp_path, there)
-
-    with CheckpointCallback(tmp_path / "run", init_from=place, partial="initialize") as callback:
+    with CheckpointCallback(tmp_path / "run", **options) as callback:
         state, start = callback.restore_or_initialize(here.replace(params={**changed, "new": jnp.ones(2)}))
-
     assert start == 0
-    assert np.array_equal(state.params["Dense_0"]["bias"], there.params["Dense_0"]["bias"])
-    assert np.array_equal(state.params["layers"][0]["scale"], there.params["layers"][0]["scale"])
-    assert np.array_equal(state.params["Dense_0"]["kernel"], np.zeros((4, 5)))
-    assert np.array_equal(state.params["new"], np.ones(2))
+    expected = {**there.params, "Dense_0": {**there.params["Dense_0"], "kernel": jnp.zeros((4, 5))}, "new": jnp.ones(2)}
+    assert jax.tree.all(jax.tree.map(np.array_equal, state.params, expected))
     (warning,) = [text for text in caplog.messages if "partial='initialize'" in text]
     kept = [line.partition(": ")[2].partition(":")[0] for line in warning.splitlines()[1:] if "kept as" in line]
     assert sorted(kept) == ["Dense_0/kernel", "new"]
-    with (
-        CheckpointCallback(tmp_path / "none", init_from=place, partial="initialize") as callback,
-        pytest.raises(hf.TreeMismatchError, match="the weights in params are not those of the model"),
-    ):
-        callback.restore_or_initialize(here.replace(params={"other": jnp.ones(7)}))
+    refused(tmp_path / "none", here.replace(params={"other": jnp.ones(7)}), **options)
 
 
 class Layers(nnx.Module):
@@ -180,17 +174,37 @@ def test_modules_of_nnx(tmp_path: Path, container: str) -> None:
         return model if container == "alone" else {container: model}
 
     with CheckpointCallback(tmp_path / "other") as callback:
-        callback.restore_or_initialize(wrapped(there))
         callback.on_step(1, wrapped(there))
-
     with CheckpointCallback(tmp_path / "run", init_from=tmp_path / "other") as callback:
         callback.restore_or_initialize(wrapped(here))
-
     assert np.array_equal(here.linear.kernel[...], there.linear.kernel[...])
     assert np.array_equal(here.norm.mean[...], np.zeros(2))
 
 
+class Pair(NamedTuple):
+    params: Any
+    done: int
+
+
+@dataclasses.dataclass
+class Data:
+    params: Any
+    done: int
+
+
+@pytest.mark.parametrize("make", [dict, Pair, Data])
+def test_states_of_any_class(make: Any, tmp_path: Path) -> None:
+    hf.save(tmp_path / "weights", {"params": {"w": np.ones(2)}})
+    with CheckpointCallback(tmp_path / "run", init_from=tmp_path / "weights", save_at_end=False) as checkpoint:
+        state, start = checkpoint.restore_or_initialize(make(params={"w": np.zeros(2)}, done=7))
+    found = state if make is dict else {"params": state.params, "done": state.done}
+    assert (found["params"]["w"].tolist(), found["done"], start) == ([1, 1], 7, 0)
+    assert type(state) is make
+
+
 def test_it_is_never_passed_over(tmp_path: Path) -> None:
+    with pytest.raises(hf.errors.InvalidLocationError):
+        CheckpointCallback("memory://init-from", init_from="what://x")
     with (
         pytest.raises(hf.errors.StateError, match="takes effect in restore_or_initialize"),
         CheckpointCallback(tmp_path / "run", init_from=tmp_path / "x") as callback,
@@ -198,19 +212,12 @@ def test_it_is_never_passed_over(tmp_path: Path) -> None:
         callback.on_step(1, {"params": jnp.ones(1)})
 
 
-def test_places_that_are_none() -> None:
-    with pytest.raises(hf.errors.InvalidLocationError):
-        CheckpointCallback("memory://init-from", init_from="what://x")
-
-
 def test_weights_lie_where_the_template_does(tmp_path: Path) -> None:
     mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
     spec: Any = jax.sharding.PartitionSpec
     sharding = jax.sharding.NamedSharding(mesh, spec("x"))
     hf.save(tmp_path / "ckpt", {"params": {"w": np.arange(4.0, dtype=np.float32)}})
-
     with CheckpointCallback(tmp_path / "run", init_from=tmp_path / "ckpt") as callback:
         state, _ = callback.restore_or_initialize({"params": {"w": jax.device_put(jnp.zeros(4), sharding)}})
-
     assert state["params"]["w"].sharding == sharding
     assert state["params"]["w"].tolist() == [0, 1, 2, 3]
