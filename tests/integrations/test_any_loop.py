@@ -507,7 +507,9 @@ def test_a_new_learning_rate_is_said_and_can_be_chosen(
     caplog.clear()
     assert rate_after(tmp_path, 0.4, schedule, 2, hyperparameters=chosen) == pytest.approx(rates[0])
     option = "initial_lr" if schedule == "step" else "lr"
-    (said,) = [one.getMessage() for one in caplog.records if "hyperparameters differ" in one.getMessage()]
+    (record,) = [one for one in caplog.records if "hyperparameters differ" in one.getMessage()]
+    assert record.levelno == (logging.WARNING if chosen == "saved" else logging.INFO)
+    said = record.getMessage()
     assert f"optimizer.param_groups[0].{option} (program 0.4, saved 0.1)" in said
     assert f"hyperparameters='{chosen}'" in said
     caplog.clear()

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.logs import unconfigure
 
 import holdfast as hf
 
@@ -192,25 +191,3 @@ def test_what_nohup_ignores_stays_ignored(
         os.kill(os.getpid(), number)
         assert checkpoint.preempted is not stays
     assert signal.getsignal(number) == signal.SIG_IGN
-
-
-def test_a_new_learning_rate_that_is_not_used_is_a_warning(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With ``logging.basicConfig()``, as most programs have it; a resume is said, too, and nothing is said twice."""
-    torch = pytest.importorskip("torch")
-    unconfigure(monkeypatch)
-    logging.basicConfig(format="%(levelname)s %(message)s")
-    for lr, steps in ((0.1, 2), (0.5, 4)):
-        model = torch.nn.Linear(1, 1)
-        state = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=lr)}
-        capfd.readouterr()
-        with hf.CheckpointCallback(tmp_path, witness=False, save_interval_steps=100) as checkpoint:
-            _, start = checkpoint.restore_or_initialize(state)
-            for step in range(start + 1, steps + 1):
-                checkpoint.on_step(step, state)
-    said = capfd.readouterr().err.splitlines()
-    assert [line.partition("(")[0] for line in said] == [
-        f"holdfast: resumed from step 2 in {tmp_path}",
-        "WARNING hyperparameters differ, and those that were saved count ",
-    ]

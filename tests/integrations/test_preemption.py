@@ -26,61 +26,39 @@ def _default_handler() -> Iterator[None]:
     signal.signal(signal.SIGTERM, before)
 
 
-def test_the_signal_sets_the_flag_and_nothing_else() -> None:
-    with PreemptionSignal() as preemption:
-        assert not preemption.received
+def test_the_signal_sets_the_flag_of_all_that_watch_it_and_nothing_else() -> None:
+    """To install twice, or to take off twice, is to do it once."""
+    outer = PreemptionSignal()
+    assert outer.install()
+    assert outer.install()
+    with PreemptionSignal() as inner:
+        assert not inner.received
         os.kill(os.getpid(), signal.SIGTERM)
-        assert preemption.received
-        assert preemption.reached()
+        assert outer.received
+        assert inner.received
+        assert inner.reached()
+    outer.restore()
+    outer.restore()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    requested = PreemptionSignal()
+    assert not requested.reached()
+    requested.request()
+    assert (requested.received, requested.reached()) == (True, True)
 
 
-def test_request_stands_in_for_the_signal() -> None:
-    preemption = PreemptionSignal()
-    assert not preemption.reached()
-    preemption.request()
-    assert preemption.received
-    assert preemption.reached()
-
-
-def test_the_handler_that_was_there_is_called_and_comes_back() -> None:
-    seen: list[int] = []
+def test_handlers_from_before_and_on_top_are_called_and_stay() -> None:
+    seen: list[str] = []
 
     def earlier(number: int, frame: object) -> None:
-        seen.append(number)
+        seen.append(f"earlier {signal.Signals(number).name}")
 
     signal.signal(signal.SIGTERM, earlier)
     with PreemptionSignal() as preemption:
         os.kill(os.getpid(), signal.SIGTERM)
         assert preemption.received
-    assert seen == [signal.SIGTERM]
     assert signal.getsignal(signal.SIGTERM) is earlier
-
-
-def test_installing_twice_does_not_chain_to_itself() -> None:
-    preemption = PreemptionSignal()
-    assert preemption.install()
-    assert preemption.install()
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert preemption.received
-    preemption.restore()
-    preemption.restore()
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-
-
-def test_two_at_once_both_learn_of_it() -> None:
-    with PreemptionSignal() as outer, PreemptionSignal() as inner:
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert outer.received
-        assert inner.received
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-
-
-def test_a_handler_installed_on_top_stays_and_still_reaches_the_earlier_one() -> None:
-    seen: list[str] = []
-    signal.signal(signal.SIGTERM, lambda number, frame: seen.append("earlier"))
-    preemption = PreemptionSignal()
-    preemption.install()
+    later = PreemptionSignal()
+    later.install()
     below = signal.getsignal(signal.SIGTERM)
     assert callable(below)
 
@@ -89,11 +67,11 @@ def test_a_handler_installed_on_top_stays_and_still_reaches_the_earlier_one() ->
         below(number, None)
 
     signal.signal(signal.SIGTERM, on_top)
-    preemption.restore()
+    later.restore()
     assert signal.getsignal(signal.SIGTERM) is on_top
     os.kill(os.getpid(), signal.SIGTERM)
-    assert seen == ["top", "earlier"]
-    assert not preemption.received
+    assert seen == ["earlier SIGTERM", "top", "earlier SIGTERM"]
+    assert not later.received
 
 
 def test_away_from_the_main_thread_nothing_is_installed(caplog: pytest.LogCaptureFixture) -> None:
@@ -333,21 +311,16 @@ def resumed_run(directory: Path, event: Callable[[str], None]) -> int:
     return done
 
 
-def events_of(directory: Path) -> list[str]:
-    events: list[str] = []
-    resumed_run(directory, events.append)
-    return events
-
-
 @pytest.fixture(scope="module")
 def resumable(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """Return a run that has saved step 11, and what happens in its next life."""
-    directory = tmp_path_factory.mktemp("resumable") / "run"
+    directory, events = tmp_path_factory.mktemp("resumable") / "run", list[str]()
     with hf.CheckpointCallback(directory, save_interval_steps=100) as checkpoint:
         sensitive = Sensitive(lambda _: None)
         checkpoint.restore_or_initialize({"w": np.zeros(3)}, sensitive=sensitive)
         checkpoint.on_step(11, {"w": np.full(3, 11.0)}, sensitive=sensitive)
-    return directory, events_of(shutil.copytree(directory, directory.with_name("copy")))
+    resumed_run(shutil.copytree(directory, directory.with_name("copy")), events.append)
+    return directory, events
 
 
 @pytest.mark.parametrize("moment", range(20))
