@@ -6,15 +6,28 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from tests.equality import assert_same
 from tests.ids import plain_id
 
 import holdfast as hf
 from holdfast.engine.errors import DamagedCheckpointError, OptionError
-from holdfast.engine.pytree import decode_state, is_plain
-from holdfast.engine.stateful import is_stateful, restore_state, state_of
+from holdfast.engine.stateful import restore_state, state_of
+
+
+def run(directory: Path, extras: list[Any], then: Callable[[], Any] = lambda: None) -> int:
+    """One step with extras; returns the step at which it began. What comes ``then`` is after the step."""
+    named = {f"extra_{number}": one for number, one in enumerate(extras)}
+    with hf.CheckpointCallback(directory) as checkpoint:
+        _, start = checkpoint.restore_or_initialize({"w": 0}, **named)
+        assert all(checkpoint.extras[name] is one for name, one in named.items())
+        checkpoint.on_step(1, {"w": 0}, **named)
+        then()
+    return start
 
 
 class Shuffled:
@@ -43,13 +56,19 @@ class Timer:
         self.__dict__.update(state)
 
 
-@pytest.mark.parametrize("thing", [Shuffled(), Timer()], ids=["get_state", "state_dict"])
-def test_objects_are_restored_in_place(thing: Any) -> None:
-    assert is_stateful(thing)
-    state = state_of(thing)
-    fresh = type(thing)()
-    assert restore_state(fresh, state) is fresh
-    np.testing.assert_equal(fresh.__dict__, thing.__dict__)
+def test_objects_are_restored_in_place_to_what_they_were_at_the_step(tmp_path: Path) -> None:
+    data, timer = Shuffled(), Timer()
+
+    def go_on() -> None:
+        data.order[:] = 7
+        data.position = 3
+        timer.elapsed = 2.0
+
+    data.order[:], timer.elapsed = [3, 1, 2, 0, 5, 4], 1.0
+    assert run(tmp_path, [data, timer], go_on) == 0
+    fresh, again = Shuffled(), Timer()
+    assert run(tmp_path, [fresh, again]) == 1
+    assert (fresh.order.tolist(), fresh.position, again.elapsed) == ([3, 1, 2, 0, 5, 4], 0, 1.0)
 
 
 def test_a_restore_asks_for_nothing_and_draws_nothing() -> None:
@@ -77,17 +96,6 @@ def test_a_restore_asks_for_nothing_and_draws_nothing() -> None:
     assert called == ["get_state", "set_state"]
 
 
-def test_a_state_is_a_snapshot() -> None:
-    data, timer = Shuffled(), Timer()
-    before, begun = state_of(data), state_of(timer)
-    data.order[:] = 7
-    data.position = 3
-    timer.elapsed = 2.0
-    assert before["order"].tolist() == [0, 1, 2, 3, 4, 5]
-    assert before["position"] == 0
-    assert begun == {"elapsed": 0.0}
-
-
 def of_numpy(kind: str, *, legacy: bool = False) -> Callable[[int], Any]:
     return lambda seed: (np.random.RandomState if legacy else np.random.Generator)(getattr(np.random, kind)(seed))
 
@@ -107,16 +115,20 @@ GENERATORS: dict[str, tuple[Callable[[int], Any], Callable[[Any], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", GENERATORS)
-def test_generators_go_on_with_the_same_numbers(name: str) -> None:
+def test_generators_go_on_with_the_same_numbers(tmp_path: Path) -> None:
     """Each has drawn an odd count of numbers before, as some keep the second one of a pair."""
-    make, draw = GENERATORS[name]
-    generator, other = make(3), make(9)
-    draw(generator)
-    state = state_of(generator)
-    expected = draw(generator)
-    assert restore_state(other, as_loaded(state)) is other
-    np.testing.assert_array_equal(draw(other), expected)
+    generators, others = ([make(seed) for make, _ in GENERATORS.values()] for seed in (3, 9))
+    expected: list[Any] = []
+
+    def draw(drawing: list[Any]) -> list[Any]:
+        return [draw(one) for one, (_, draw) in zip(drawing, GENERATORS.values(), strict=True)]
+
+    draw(generators)
+    run(tmp_path, generators, lambda: expected.extend(draw(generators)))
+    found: list[Any] = []
+    run(tmp_path, others, lambda: found.extend(draw(others)))
+    for name, one, other in zip(GENERATORS, found, expected, strict=True):
+        np.testing.assert_array_equal(one, other, name)
 
 
 def test_a_generator_without_a_state_is_refused(tmp_path: Path) -> None:
@@ -143,79 +155,34 @@ class Holder:
         self.held = state
 
 
-def as_loaded(tree: Any) -> Any:
-    """The tree as a checkpoint gives it back without a template: every array is a numpy array."""
-    if isinstance(tree, dict):
-        copied = tree.copy()
-        for key, item in tree.items():
-            copied[key] = as_loaded(item)
-        return copied
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(map(as_loaded, tree))
-    if isinstance(tree, torch.Tensor) and tree.dtype == torch.bfloat16:
-        import ml_dtypes
-
-        return tree.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
-    return np.asarray(tree) if hasattr(tree, "__array__") else tree
-
-
-@pytest.mark.parametrize(
-    "state",
-    [
-        b"grain",
-        [1, (2.5, None), {"a": "x", 3: True}],
-        OrderedDict(b=1, a=2),
-        Counter(x=3, y=1),
-        {"nested": OrderedDict(z={"deep": [Counter(q=2)]})},
-        None,
-    ],
-    ids=str,
-)
-def test_containers_and_values_come_back_as_they_were(state: Any) -> None:
-    fresh = Holder()
-    restore_state(fresh, as_loaded(state_of(Holder(state))))
-    assert fresh.held == state
-    assert type(fresh.held) is type(state)
+STATES: list[Any] = [
+    b"grain",
+    [1, (2.5, None), {"a": "x", 3: True}],
+    OrderedDict(b=1, a=2),
+    Counter(x=3, y=1),
+    {"nested": OrderedDict(z={"deep": [Counter(q=2)]})},
+    None,
+    {
+        "tensors": [
+            torch.ones(shape, dtype=getattr(torch, dtype))
+            for dtype in ("float32", "bfloat16", "int64", "bool", "uint8")
+            for shape in ((), (2, 3), (0,))
+        ]
+    },
+    {"arrays": [np.array([1.0, 2.5], ">f4"), np.arange(3)]},
+    {"key": jax.random.key(7, impl="rbg"), "ema": jnp.ones(2)},
+]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64", "bool", "uint8"])
-@pytest.mark.parametrize("shape", [(), (2, 3), (0,)], ids=str)
-def test_torch_tensors_come_back_as_tensors(dtype: str, shape: tuple[int, ...]) -> None:
-    tensor = torch.arange(int(np.prod(shape))).reshape(shape).to(getattr(torch, dtype))
-    fresh = Holder()
-    restore_state(fresh, as_loaded(state_of(Holder({"order": tensor}))))
-    assert torch.equal(fresh.held["order"], tensor)
-    assert fresh.held["order"].dtype == tensor.dtype
-
-
-def test_tensors_are_made_of_arrays_of_any_byte_order() -> None:
-    array = np.array([1.0, 2.5], ">f4")
-    array.flags.writeable = False
-    found = decode_state({"torch.Tensor": array})
-    assert (found.dtype, found.tolist()) == (torch.float32, [1.0, 2.5])
-
-
-def test_jax_arrays_and_keys_come_back_as_what_they_were() -> None:
-    jax = pytest.importorskip("jax")
-    key = jax.random.key(7, impl="rbg")
-    fresh = Holder()
-    restore_state(fresh, as_loaded(state_of(Holder({"key": key, "ema": jax.numpy.ones(2)}))))
-    assert isinstance(fresh.held["ema"], jax.Array)
-    assert fresh.held["key"].dtype == key.dtype
-    np.testing.assert_array_equal(jax.random.key_data(fresh.held["key"]), jax.random.key_data(key))
-
-
-def test_plain_data_is_its_own_state() -> None:
-    data = {"epoch": 3, "history": [0.5, 0.25]}
-    assert is_plain(data)
-    assert not is_stateful(data)
-    assert state_of(data) == data
-    assert restore_state({"epoch": 0, "history": []}, data) == data
+def test_values_of_a_state_come_back_as_they_were(tmp_path: Path) -> None:
+    run(tmp_path, [Holder(state) for state in STATES])
+    fresh = [Holder() for _ in STATES]
+    run(tmp_path, fresh)
+    for holder, state in zip(fresh, STATES, strict=True):
+        assert_same(holder.held, state)
 
 
 @pytest.mark.parametrize("thing", [np.zeros(2), [object()], {1.5: 2}, Shuffled], ids=plain_id)
-def test_what_is_neither_is_refused(thing: Any) -> None:
-    assert not is_plain(thing)
-    assert not is_stateful(thing)
+def test_what_is_neither_plain_nor_has_a_state_is_refused(thing: Any) -> None:
     with pytest.raises(OptionError, match="get_state"):
         state_of(thing)
