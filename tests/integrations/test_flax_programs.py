@@ -1,4 +1,4 @@
-"""Three programs with the structure of Flax's own examples, adopted by a few lines, interrupted, and resumed exactly.
+"""Two programs with the structure of Flax's own examples, adopted by a few lines, interrupted, and resumed exactly.
 
 Each is written as its author would: what its state holds and how its loop counts and saves differ. The lines that
 holdfast adds are marked with ``# +``; they take the place of those that saved and restored before.
@@ -21,7 +21,7 @@ import numpy as np
 import optax  # type: ignore[import-untyped]  # it ships no types
 import pytest
 from flax import nnx
-from flax.training import dynamic_scale, train_state
+from flax.training import train_state
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tests import starts
 from tests.versions import nnx_list, nnx_update
@@ -46,8 +46,7 @@ def never(step: int, checkpoint: hf.CheckpointCallback) -> None:
 class Pipeline:
     """Shuffled batches without end, as a loader of Grain gives them: an iterator whose position can be saved."""
 
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self._shape = shape
+    def __init__(self) -> None:
         self._seen = 0
 
     def __iter__(self) -> Iterator[Any]:
@@ -55,7 +54,7 @@ class Pipeline:
 
     def __next__(self) -> Any:
         self._seen += 1
-        return np.random.default_rng(self._seen).integers(VOCABULARY, size=self._shape)
+        return np.random.default_rng(self._seen).integers(VOCABULARY, size=(BATCH, LENGTH))
 
     def get_state(self) -> Mapping[str, Any]:
         return {"seen": self._seen}
@@ -109,7 +108,7 @@ def transformer_step(model: Transformer, optimizer: nnx.Optimizer[Any], tokens: 
 def gemma(directory: str, interrupt: Interrupt = never) -> Any:
     model = Transformer(nnx.Rngs(0, dropout=1))
     optimizer = nnx.Optimizer(model, GEMMA_OPTIMIZER, wrt=nnx.Param)
-    batches = Pipeline((BATCH, LENGTH))
+    batches = Pipeline()
     with hf.CheckpointCallback(directory, save_interval_steps=EVERY, max_to_keep=1) as checkpoint:  # +
         saved = {"model": nnx.state(model), "optimizer": nnx.state(optimizer)}
         saved, start_step = checkpoint.restore_or_initialize(saved, data=batches)  # +
@@ -179,7 +178,7 @@ def on_mesh(mesh: Mesh) -> tuple[Any, Any]:
 
 def lm1b(directory: str, interrupt: Interrupt = never) -> Any:
     mesh = Mesh(np.array(jax.devices()[:DEVICES]), ("model",))
-    batches = Pipeline((BATCH, LENGTH))
+    batches = Pipeline()
     key = jax.random.key(7)
     abstract, step_on_mesh = on_mesh(mesh)
     with hf.CheckpointCallback(directory, save_interval_steps=EVERY, keep_period=2 * EVERY) as checkpoint:  # +
@@ -196,81 +195,7 @@ def lm1b(directory: str, interrupt: Interrupt = never) -> Any:
     return {"params": state.params, "opt": state.opt_state, "step": state.step}
 
 
-# A ResNet in linen, as in the example for ImageNet: a TrainState with statistics and a scale of the loss, a copy of it
-# on each device.
-
-
-class ResNet(nn.Module):
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        norm = functools.partial(nn.BatchNorm, use_running_average=False, momentum=0.9)
-        x = nn.relu(norm()(nn.Conv(4, (3, 3), use_bias=False)(x)))
-        y = norm(scale_init=nn.initializers.zeros_init())(nn.Conv(4, (3, 3), use_bias=False)(x))
-        return nn.Dense(VOCABULARY)(jnp.mean(nn.relu(x + y), (1, 2)))
-
-
-class ImageState(train_state.TrainState):  # type: ignore[no-untyped-call]  # flax leaves it so
-    batch_stats: Any
-    dynamic_scale: Any
-
-
-RESNET = ResNet()
-IMAGE_OPTIMIZER = optax.sgd(optax.cosine_decay_schedule(0.1, STEPS), momentum=0.9, nesterov=True)
-
-
-@functools.cache
-def first_variables() -> Any:
-    return jax.jit(RESNET.init)(jax.random.key(0), jnp.zeros((1, 4, 4, 1)))
-
-
-def image_step(state: Any, images: Any, labels: Any) -> tuple[Any, Any]:
-    def loss_of(params: Any) -> tuple[Any, Any]:
-        variables = {"params": params, "batch_stats": state.batch_stats}
-        logits, updates = state.apply_fn(variables, images, mutable=["batch_stats"])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean(), updates
-
-    scale, is_finite, (loss, updates), gradients = state.dynamic_scale.value_and_grad(
-        loss_of, has_aux=True, axis_name="batch"
-    )(state.params)
-    new = state.apply_gradients(grads=gradients, batch_stats=updates["batch_stats"], dynamic_scale=scale)
-    keep = functools.partial(jnp.where, is_finite)
-    mean: Any = jax.lax.pmean  # unannotated in jax
-    new = new.replace(
-        opt_state=jax.tree.map(keep, new.opt_state, state.opt_state),
-        params=jax.tree.map(keep, new.params, state.params),
-    )
-    return new, mean(loss, "batch")
-
-
-# As jax.pmap, which jax is about to remove: every array has an axis for the devices.
-replicated_step = jax.jit(jax.vmap(image_step, axis_name="batch"), donate_argnums=0)
-
-
-def imagenet(directory: str, interrupt: Interrupt = never) -> Any:
-    variables = first_variables()
-    create: Any = ImageState.create
-    state = create(
-        apply_fn=RESNET.apply,
-        params=variables["params"],
-        tx=IMAGE_OPTIMIZER,
-        batch_stats=variables["batch_stats"],
-        dynamic_scale=dynamic_scale.DynamicScale(growth_interval=3, scale=jnp.float32(1 << 16)),
-    )
-    state = jax.tree.map(lambda leaf: jnp.stack([jnp.asarray(leaf)] * DEVICES), state)  # replicate
-    batches = Pipeline((DEVICES, BATCH, 4, 4, 1))
-    with hf.CheckpointCallback(directory, save_interval_steps=EVERY, max_to_keep=2) as checkpoint:  # +
-        state, step_offset = checkpoint.restore_or_initialize(state, data=batches)  # +
-        for step in range(step_offset, STEPS):
-            images = next(batches)
-            state, loss = replicated_step(state, images.astype(np.float32), images[..., 0, 0, 0])
-            interrupt(step, checkpoint)
-            if checkpoint.on_step(step + 1, state, metrics={"loss": loss[0]}, data=batches).should_stop:  # +
-                break  # +
-    scale = state.dynamic_scale
-    return [state.step, state.params, state.opt_state, state.batch_stats, scale.scale, scale.fin_steps]
-
-
-PROGRAMS: dict[str, Callable[[str, Interrupt], Any]] = {"gemma": gemma, "lm1b": lm1b, "imagenet": imagenet}
+PROGRAMS: dict[str, Callable[[str, Interrupt], Any]] = {"gemma": gemma, "lm1b": lm1b}
 
 
 def train_until_killed(directory: str, kill: int, programs: tuple[str, ...] = tuple(PROGRAMS)) -> None:

@@ -61,14 +61,6 @@ def test_a_loop_saves_its_step_and_goes_on(job: Job, tmp_path: Path, kind: str) 
     assert [entry.step for entry in hf.list_checkpoints(tmp_path)] == [3, 4]
 
 
-@pytest.mark.parametrize("kind", ["lightning", pytest.param("lightning, persistent", marks=pytest.mark.sweep)])
-def test_lightning_saves_its_step(job: Job, tmp_path: Path, kind: str) -> None:
-    status, said = job(kind, tmp_path, signal_at=2)
-    assert status == 143, said
-    assert "DataLoader worker" not in said
-    assert [entry.step for entry in hf.list_checkpoints(tmp_path)] == [3]
-
-
 POSITIONED = ["torchdata", "grain", "grain, a loader"]
 
 
@@ -91,9 +83,16 @@ def test_every_sample_comes_once(job: Job, tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["lightning, torchdata", pytest.param("lightning, torchdata, persistent", marks=pytest.mark.sweep)]
+    "kind",
+    [
+        "lightning, torchdata",
+        *(
+            pytest.param(kind, marks=pytest.mark.sweep)
+            for kind in ("lightning", "lightning, persistent", "lightning, torchdata, persistent")
+        ),
+    ],
 )
-def test_lightning_with_torchdata(job: Job, tmp_path: Path, kind: str) -> None:
+def test_lightning_saves_its_step_and_goes_on(job: Job, tmp_path: Path, kind: str) -> None:
     pytest.importorskip("torchdata")
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert job(kind, whole)[0] == 0
