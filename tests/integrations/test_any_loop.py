@@ -233,20 +233,15 @@ def test_what_is_saved_reads_without_the_program(place: str, caplog: pytest.LogC
     assert caplog.messages == []
 
 
-class Other(torch.nn.Module):
-    def __init__(self, width: int = 4, extra: bool = False) -> None:
-        super().__init__()
-        self.first = torch.nn.Linear(3, width)
-        self.norm = torch.nn.BatchNorm1d(width)
-        if extra:
-            self.more = torch.nn.Linear(1, 1)
+def layers(**widths: int) -> Any:
+    return torch.nn.ModuleDict({name: torch.nn.Linear(3, width) for name, width in widths.items()})
 
 
 @pytest.mark.parametrize(
     ("state", "lines"),
     [
-        ({"net": Other(extra=True)}, ["net/more/bias: in the program", "net/last/bias: in the checkpoint"]),
-        ({"net": Other(width=5)}, ["net/first/weight: expected", "[5, 3]", "[4, 3]"]),
+        ({"net": layers(first=4, more=1)}, ["net/more/bias: in the program", "net/last/bias: in the checkpoint"]),
+        ({"net": layers(first=5)}, ["net/first/weight: expected", "[5, 3]", "[4, 3]"]),
         ({"model": Net(1)}, ["model/first/weight: in the program", "net/first/weight: in the checkpoint"]),
         ({"params": np.zeros(4)}, ["params: expected float64[4]", "net/first/weight: not in the template"]),
     ],
@@ -518,22 +513,19 @@ def test_a_new_learning_rate_is_said_and_can_be_chosen(
     assert "hyperparameters differ" not in caplog.text
 
 
-class ScheduleFree(torch.optim.Optimizer):
-    """Averages the weights, and counts its steps in its groups, as schedule-free optimizers do."""
+class Counting(torch.optim.Optimizer):
+    """Counts its steps in its groups, as schedule-free optimizers do."""
 
-    def __init__(self, params: Any, lr: float, warmup_steps: int = 2) -> None:
-        super().__init__(params, {"lr": lr, "warmup_steps": warmup_steps, "k": 0, "weight_sum": 0.0, "lr_max": -1.0})
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "k": 0, "weight_sum": 0.0})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             group["k"] += 1
-            group["lr_max"] = max(group["lr"] * min(1, group["k"] / group["warmup_steps"]), group["lr_max"])
-            group["weight_sum"] += group["lr_max"] ** 2
+            group["weight_sum"] += group["lr"] ** 2
             for parameter in group["params"]:
-                start = self.state[parameter].setdefault("z", parameter.clone())
-                start.sub_(parameter.grad, alpha=group["lr_max"])
-                parameter.lerp_(start, group["lr_max"] ** 2 / group["weight_sum"])
+                parameter.sub_(parameter.grad, alpha=group["lr"] ** 2 / group["weight_sum"])
 
 
 @pytest.mark.parametrize("chosen", ["saved", "program"])
@@ -542,7 +534,7 @@ def test_what_an_optimizer_counts_in_its_groups_is_no_hyperparameter(
 ) -> None:
     def steps(directory: Path, rate: float, stop: int) -> Any:
         net = Net(0)
-        state: dict[str, Any] = {"net": net, "optimizer": ScheduleFree(net.parameters(), rate)}
+        state: dict[str, Any] = {"net": net, "optimizer": Counting(net.parameters(), rate)}
         with hf.CheckpointCallback(directory, hyperparameters=chosen) as checkpoint:
             _, start = checkpoint.restore_or_initialize(state)
             for step in range(start, stop):

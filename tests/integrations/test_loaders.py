@@ -112,27 +112,17 @@ def following(make: Callable[[], Any], count: int) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("name", LOADERS)
 def test_a_run_goes_on_at_the_next_batch(tmp_path: Path, name: str) -> None:
-    whole = taken(hf.skip_to(LOADERS[name]()), 9)
-    assert taken(hf.skip_to(LOADERS[name](), 5), 4) == whole[5:]
-
+    check_cut(tmp_path, (2, 5), 9, lambda: hf.skip_to(LOADERS[name]()))
     first = hf.skip_to(LOADERS[name]())
-    with CheckpointCallback(tmp_path / "callback", save_interval_steps=1) as checkpoint:
-        state, start = checkpoint.restore_or_initialize({"w": 0}, data=first)
-        for step in range(5):
-            next(first)
-            checkpoint.on_step(step + 1, state, data=first)
-    path = graph.Checkpoint(data=first).save(f"{tmp_path}/graph/ckpt")
-
-    again = hf.skip_to(LOADERS[name]())
-    with CheckpointCallback(tmp_path / "callback") as checkpoint:
-        _, start = checkpoint.restore_or_initialize(state, data=again)
-        assert (start, again.position) == (5, 5)
-        assert taken(again, 4) == whole[5:]
-        assert again.position == 9
-    other = hf.skip_to(LOADERS[name](), 2)
-    taken(other, 1)
-    graph.Checkpoint(data=other).restore(path).assert_consumed()
-    assert taken(other, 4) == whole[5:]
+    whole = taken(first, 9)
+    assert taken(hf.skip_to(LOADERS[name](), 5), 4) == whole[5:]
+    path = graph.Checkpoint(data=hf.skip_to(LOADERS[name](), 5)).save(f"{tmp_path}/graph/ckpt")
+    again = hf.skip_to(LOADERS[name](), 2)
+    taken(again, 1)
+    graph.Checkpoint(data=again).restore(path).assert_consumed()
+    assert again.position == 5
+    assert taken(again, 4) == whole[5:]
+    assert again.position == 9
 
 
 class GlobalGenerator:
@@ -534,6 +524,9 @@ class DatasetIterator:
     def __init__(self) -> None:
         self.position = 0
 
+    def __iter__(self) -> Iterator[int]:
+        return self
+
     def __next__(self) -> int:
         self.position += 1
         return self.position
@@ -553,19 +546,12 @@ class Silent(DatasetIterator):
 
 
 def test_iterators_that_write_files(tmp_path: Path) -> None:
-    data = DatasetIterator()
-    with CheckpointCallback(tmp_path / "callback", save_interval_steps=2) as checkpoint:
-        state, _ = checkpoint.restore_or_initialize({"w": 0}, data=data)
-        for step in range(5):
-            next(data)
-            checkpoint.on_step(step + 1, state, data=data)
+    check_cut(tmp_path, (1, 5), 8, DatasetIterator)
+    data, again = DatasetIterator(), DatasetIterator()
+    next(data)
     path = graph.Checkpoint(data=data).save(f"{tmp_path}/graph/ckpt")
-    again, other = DatasetIterator(), DatasetIterator()
-    with CheckpointCallback(tmp_path / "callback") as checkpoint:
-        checkpoint.restore_or_initialize(state, data=again)
-        assert next(again) == 6
-    graph.Checkpoint(data=other).restore(path).assert_consumed()
-    assert next(other) == 6
+    graph.Checkpoint(data=again).restore(path).assert_consumed()
+    assert next(again) == 2
     with pytest.raises(hf.errors.StateError, match=r"Silent.save\(path\) wrote no file"):
         graph.Checkpoint(data=Silent()).write(tmp_path / "silent")
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,34 +40,21 @@ def job(server: Server) -> Job:
     return run
 
 
-ONCE = {"a spawned process"}  # the others continue as the first does
-SWEPT = {"torch", "torch, spawned", "torch, by a fork server", "a process", "a process of a fork server"}
+def swept(*kinds: str) -> list[Any]:
+    return [pytest.param(kind, marks=pytest.mark.sweep) for kind in kinds]
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(kind, marks=[pytest.mark.sweep] if kind in SWEPT else [])
-        for kind in ("torch, persistent", "a spawned process", *sorted(SWEPT))
-    ],
-)
+@pytest.mark.parametrize("kind", ["torch, persistent", "a spawned process", *swept("torch, by a fork server")])
 def test_a_loop_saves_its_step_and_goes_on(job: Job, tmp_path: Path, kind: str) -> None:
     status, said = job(kind, tmp_path, signal_at=2)
     assert (status, "Traceback" in said, "killed" in said) == (75, False, False), said
     assert [entry.step for entry in hf.list_checkpoints(tmp_path)] == [3]
-    if kind in ONCE:
-        return
     status, said = job(kind, tmp_path)
     assert (status, "Traceback" in said) == (0, False), said
     assert [entry.step for entry in hf.list_checkpoints(tmp_path)] == [3, 4]
 
 
-POSITIONED = ["torchdata", "grain", "grain, a loader"]
-
-
-@pytest.mark.parametrize(
-    "kind", ["torchdata, persistent", *(pytest.param(kind, marks=pytest.mark.sweep) for kind in POSITIONED)]
-)
+@pytest.mark.parametrize("kind", ["torchdata, persistent", *swept("torchdata", "grain", "grain, a loader")])
 def test_every_sample_comes_once(job: Job, tmp_path: Path, kind: str) -> None:
     """Interrupted twice in one epoch of eight batches and once in a later one: no sample is lost or comes twice."""
     pytest.importorskip(kind.partition(",")[0])
@@ -83,14 +71,7 @@ def test_every_sample_comes_once(job: Job, tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [
-        "lightning, torchdata",
-        *(
-            pytest.param(kind, marks=pytest.mark.sweep)
-            for kind in ("lightning", "lightning, persistent", "lightning, torchdata, persistent")
-        ),
-    ],
+    "kind", ["lightning, torchdata", *swept("lightning", "lightning, persistent", "lightning, torchdata, persistent")]
 )
 def test_lightning_saves_its_step_and_goes_on(job: Job, tmp_path: Path, kind: str) -> None:
     pytest.importorskip("torchdata")
