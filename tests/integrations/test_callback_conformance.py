@@ -10,9 +10,7 @@ import contextlib
 import logging
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -387,25 +385,11 @@ def test_weights_of_another_run(driver: Driver, place: str, caplog: pytest.LogCa
 # Other runs, and failures
 
 
-@pytest.fixture(scope="module")
-def owned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A directory that another process writes to."""
-    path = tmp_path_factory.mktemp("owned")
-    code = (
-        "import sys, holdfast as hf\n"
-        f"manager = hf.CheckpointManager({str(path)!r})\n"
-        "manager.acquire(); print('owned', flush=True); sys.stdin.read()"
-    )
-    command = [sys.executable, "-c", code]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == "owned\n"
-        yield path
-
-
-def test_a_second_live_run_is_refused(either: Driver, owned: Path) -> None:
-    with pytest.raises(hf.errors.OwnershipError, match="another run"):
-        either.train(owned, 1)
+def test_a_second_live_run_is_refused(either: Driver, tmp_path: Path) -> None:
+    with hf.CheckpointManager(tmp_path) as other:
+        other.acquire()
+        with pytest.raises(hf.errors.OwnershipError, match="another run"):
+            either.train(tmp_path, 1)
 
 
 def test_a_save_that_fails_in_the_background_is_raised(

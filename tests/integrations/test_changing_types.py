@@ -424,17 +424,6 @@ def test_extras_have_the_types_that_they_had(place: str, name: str) -> None:
     assert getattr(found.get("window"), "maxlen", 3) == 3
 
 
-def test_an_object_in_the_place_of_a_plain_extra_is_told(place: str, caplog: pytest.LogCaptureFixture) -> None:
-    with hf.CheckpointCallback(place, save_interval_steps=1) as checkpoint:
-        state, _ = checkpoint.restore_or_initialize({"w": jnp.ones(2)}, noise=None)
-        for step in (1, 2, 3):
-            checkpoint.on_step(step, state, noise=None if step == 1 else np.random.default_rng(0))
-    (text,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert text.startswith(
-        "on_step was given noise=noise, and restore_or_initialize was not: a resume does not restore"
-    )
-
-
 def test_a_program_that_begins_with_other_types_is_told(place: str) -> None:
     train(numbers(), update, place, 2)
     changed = {**numbers(), "rate": jnp.float32(0.1), "average": 0}

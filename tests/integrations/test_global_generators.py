@@ -19,8 +19,6 @@ from holdfast.engine.storage import as_location
 
 pytestmark = pytest.mark.usefixtures("default_sigterm")
 
-TOTAL = 8
-
 
 @pytest.fixture(autouse=True)
 def _generators_as_before() -> Any:

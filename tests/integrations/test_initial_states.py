@@ -209,21 +209,12 @@ class Counter:
 @pytest.mark.parametrize(
     ("state", "extras", "said"),
     [
-        ({"w": jnp.ones(2), "loss": lambda w: w}, {}, "loss: is of type function, which is code"),
         ({"w": jnp.ones(2), "tx": optax.sgd(0.1)}, {}, "tx/init: is of type function"),
-        ({"w": np.array([object()])}, {}, "w: has dtype object"),
-        ({"w": np.zeros(2, [("a", "i4")])}, {}, "w: has the structured dtype"),
         ({"w": np.ma.masked_array([1.0])}, {}, "w: is a masked array"),
         ({"w": 1, "seen": {(1, 2)}}, {}, "seen: is a set with an element of type tuple"),
-        ({"w": 1 << (1 << 23)}, {}, "w: is an integer of 8388609 bits"),
         ({"w": {1.5: 1}}, {}, "w: dict has the key 1.5"),
-        (
-            {"w": nested(600)},
-            {},
-            "deeper than 200 levels; keep their values in one list, such as that of jax.tree.leaves",
-        ),
+        ({"w": nested(600)}, {}, "deeper than 200 levels; keep their values in one list"),
         ({"w": within_itself()}, {}, "w/0: list contains itself"),
-        ({"w": 1}, {"tree": nested(600)}, "deeper than 200 levels"),
         ({"w": jnp.ones(2)}, {"config": {"act": lambda w: w, "w": jnp.ones(1)}}, "config/act: is of type function"),
         ({"w": jnp.ones(2)}, {"lock": threading.Lock()}, "lock: is of type _thread.lock"),
         ({"model": torch.nn.Identity(), "w": torch.ones(1).expand(3)}, {}, "w: elements of this tensor share memory"),

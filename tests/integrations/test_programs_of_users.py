@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import gc
 import importlib
-import math
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -53,29 +49,6 @@ def test_hooks_of_all_optimizers_are_those_of_the_program(tmp_path: Path) -> Non
     finally:
         hook.remove()
     assert tables_of_hooks() == before
-
-
-def test_a_program_that_looks_for_nans_keeps_one_of_its_own(tmp_path: Path) -> None:
-    """``jax_debug_nans`` raises for a NaN that a computation gives; the state may have one from before."""
-    unknown = jnp.asarray(float("nan"))
-
-    def train(end: int) -> Any:
-        with hf.CheckpointCallback(tmp_path, save_interval_steps=1) as checkpoint:
-            state = {"w": jnp.zeros(2), "best": unknown, "key": jax.random.key(0)}
-            state, start = checkpoint.restore_or_initialize(state)
-            for step in range(start + 1, end + 1):
-                state = {**state, "w": state["w"] + jax.random.normal(jax.random.fold_in(state["key"], step), (2,))}
-                checkpoint.on_step(step, state)
-        return start, state
-
-    with jax.debug_nans(True), jax.debug_infs(True):
-        train(2)
-        start, state = train(4)
-    assert start == 2
-    assert state["best"].weak_type
-    assert math.isnan(float(state["best"]))
-    drawn = [jax.random.normal(jax.random.fold_in(jax.random.key(0), step), (2,)) for step in (1, 2, 3, 4)]
-    assert np.array_equal(state["w"], np.asarray(sum(drawn, jnp.zeros(2))))
 
 
 @pytest.mark.parametrize(
