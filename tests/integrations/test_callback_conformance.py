@@ -10,6 +10,8 @@ import contextlib
 import logging
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -385,11 +387,15 @@ def test_weights_of_another_run(driver: Driver, place: str, caplog: pytest.LogCa
 # Other runs, and failures
 
 
-def test_a_second_live_run_is_refused(either: Driver, tmp_path: Path) -> None:
-    with hf.CheckpointManager(tmp_path) as other:
-        other.acquire()
-        with pytest.raises(hf.errors.OwnershipError, match="another run"):
-            either.train(tmp_path, 1)
+def test_a_second_live_run_is_refused(tmp_path: Path) -> None:
+    begins = "import sys, holdfast as hf; manager = hf.CheckpointManager(sys.argv[1]); manager.acquire()"
+    command = [sys.executable, "-c", f"{begins}; print('owned', flush=True); sys.stdin.read()", str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "owned\n"
+        for name in ("numpy", "lightning"):
+            with pytest.raises(hf.errors.OwnershipError, match="another run"):
+                DRIVERS[name].train(tmp_path, 1)
 
 
 def test_a_save_that_fails_in_the_background_is_raised(
