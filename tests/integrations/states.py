@@ -1,9 +1,11 @@
-"""The values of states of any kind, to be compared with ``assert_same`` of ``tests/equality.py``."""
+"""The values of states of any kind: a tree for ``assert_same`` of ``tests/equality.py``, and their bits."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 from flax import nnx
@@ -41,3 +43,14 @@ def contents(state: Any) -> Any:
     if type(state).__module__.startswith("tests.") or isinstance(state, graph.Node):
         return {name: contents(value) for name, value in vars(state).items() if not name.startswith("_")}
     return state
+
+
+def bits(state: Any) -> dict[str, bytes]:
+    """Returns the bytes of every leaf by its path; a number of Python is that of an array that jit makes of it."""
+    found = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(contents(state))[0]:
+        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        array = np.asarray(leaf, np.int32 if isinstance(leaf, int) else None)
+        found[jax.tree_util.keystr(path, simple=True, separator="/")] = array.tobytes()
+    return found

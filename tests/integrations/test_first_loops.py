@@ -22,7 +22,7 @@ import holdfast as hf
 
 FOLDER = Path(__file__).parent / "first_loops"
 PROGRAMS = {path.stem: path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.py"))}
-NEEDS = {"accelerate": "accelerate", "flax": "flax", "keras": "keras", "lightning": "lightning", "optax": "optax"}
+NEEDS = {"accelerate": "accelerate", "flax": "flax", "lightning": "lightning", "optax": "optax"}
 SAVES = {"flax_linen": 10, "numpy_logistic": 4}  # reports of a run, if they are not those of three epochs of batches
 CHANGED_LINES = 8
 

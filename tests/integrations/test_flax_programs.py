@@ -24,6 +24,7 @@ from flax import nnx
 from flax.training import train_state
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tests import starts
+from tests.integrations.states import bits
 from tests.versions import nnx_list, nnx_update
 
 import holdfast as hf
@@ -120,7 +121,7 @@ def gemma(directory: str, interrupt: Interrupt = never) -> Any:
             saved = {"model": nnx.state(model), "optimizer": nnx.state(optimizer)}
             if checkpoint.on_step(step + 1, saved, metrics={"loss": loss}, data=batches).should_stop:  # +
                 break  # +
-    return nnx.to_pure_dict(nnx.state((model, optimizer)))
+    return model, optimizer
 
 
 # A language model in linen, as in the example for lm1b: a TrainState that is made under jit, with shardings over a
@@ -210,14 +211,6 @@ def train_until_killed(directory: str, kill: int, programs: tuple[str, ...] = tu
             train_until_killed(directory, kill, tuple(others))
 
     PROGRAMS[program](f"{directory}/{program}", interrupt)
-
-
-def bits(tree: Any) -> dict[str, bytes]:
-    found = {}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        is_key = jnp.issubdtype(jnp.asarray(leaf).dtype, jax.dtypes.prng_key)
-        found[jax.tree_util.keystr(path)] = np.asarray(jax.random.key_data(leaf) if is_key else leaf).tobytes()
-    return found
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ import torch
 from flax import nnx
 from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec
+from tests.integrations.states import bits
 from tests.versions import nnx_list, nnx_update
 
 import holdfast as hf
@@ -89,18 +90,6 @@ def dict_update(state: Any) -> Any:
     return {"w": state["w"] + jax.random.normal(noise, (4,)), "key": key, "n": state["n"] + 1}
 
 
-def leaves(state: Any) -> list[bytes]:
-    if isinstance(state, dict) and "model" in state:
-        state = nnx.to_pure_dict(nnx.state((state["model"], state["optimizer"])))
-    keys = [
-        jax.random.key_data(leaf)
-        if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        else leaf
-        for leaf in jax.tree.leaves(state)
-    ]
-    return [np.asarray(leaf, np.int32 if isinstance(leaf, int) else None).tobytes() for leaf in keys]
-
-
 PROGRAMS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "TrainState": (linen_state, linen_update),
     "nnx": (nnx_state, nnx_step),
@@ -130,7 +119,7 @@ def test_a_function_is_called_on_a_fresh_start_only(program: str, place: str) ->
     second = Calls(init)
     start, resumed = train(functools.partial(second), update, f"{place}/run", 5)
     assert (start, second.made) == (3, 0)
-    assert leaves(resumed) == leaves(whole)
+    assert bits(resumed) == bits(whole)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -253,7 +242,7 @@ def test_an_abstract_state_needs_a_checkpoint(tmp_path: Path) -> None:
     train(dict_state(), dict_update, str(tmp_path / "run"), 3)
     start, state = train(abstract, dict_update, str(tmp_path / "run"), 3)
     assert start == 3
-    assert leaves(state) == leaves(dict_update(dict_update(dict_update(dict_state()))))
+    assert bits(state) == bits(dict_update(dict_update(dict_update(dict_state()))))
 
 
 def test_a_function_makes_what_the_checkpoint_lacks(tmp_path: Path) -> None:
@@ -264,7 +253,7 @@ def test_a_function_makes_what_the_checkpoint_lacks(tmp_path: Path) -> None:
     with hf.CheckpointCallback(tmp_path, partial="initialize", save_at_end=False) as checkpoint:
         state, _ = checkpoint.restore_or_initialize(grown)
     whole = dict_update(dict_update(dict_update(dict_state())))
-    assert leaves(state) == leaves({**whole, "more": jnp.full(3, 7.0)})
+    assert bits(state) == bits({**whole, "more": jnp.full(3, 7.0)})
     with (
         hf.CheckpointCallback(tmp_path, partial="initialize") as checkpoint,
         pytest.raises(hf.TreeMismatchError, match=r"these leaves are not in the checkpoint, and the state .* abstract"),
@@ -288,11 +277,6 @@ def optax_update(optimizer: Any, state: Any) -> Any:
     gradients = jax.tree.map(jnp.ones_like, state["params"])
     updates, opt = optimizer.update(gradients, state["opt"], state["params"])
     return {**state, "params": optax.apply_updates(state["params"], updates), "opt": opt}
-
-
-def named(state: Any) -> dict[str, bytes]:
-    flat, _ = jax.tree_util.tree_flatten_with_path(state)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf).tobytes() for path, leaf in flat}
 
 
 MU = ["count", "mu/head", "mu/w", "nu/head", "nu/w"]
@@ -355,10 +339,10 @@ def test_what_fits_is_restored_and_the_rest_is_told(
         with hf.CheckpointCallback(place, partial=partial, save_interval_steps=1) as checkpoint:
             given: Any = functools.partial(lambda state: state, fresh) if abstract else fresh
             state, start = checkpoint.restore_or_initialize(given)
-            expected = named(saved) | {}
-            for name, value in named(state).items():
+            expected = bits(saved) | {}
+            for name, value in bits(state).items():
                 origin = moved.get(name, name)
-                assert value == (named(fresh)[name] if name in kept else expected[origin]), name
+                assert value == (bits(fresh)[name] if name in kept else expected[origin]), name
             assert start == (1 if partial else 2)
             if partial:
                 checkpoint.on_step(2, state)

@@ -28,27 +28,30 @@ def interrupted(directory: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "now"),
+    ("before", "now", "has_finished", "is_named"),
     [
-        HYDRA,
-        ("multirun/2026-11-22_20-15-00/0", "multirun/2026-11-23_08-00-00/0"),
-        ("logs/version_9/checkpoints", "logs/version_10/checkpoints"),
+        (*HYDRA, False, True),
+        ("multirun/2026-11-22_20-15-00/0", "multirun/2026-11-23_08-00-00/0", False, True),
+        ("logs/version_9/checkpoints", "logs/version_10/checkpoints", False, True),
+        (*HYDRA, True, False),
+        (HYDRA[0], "outputs/mine", False, False),
+        (HYDRA[0], f"{HYDRA[1]}/other", False, False),
     ],
 )
 def test_a_fresh_start_names_the_unfinished_run(
-    before: str, now: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    before: str, now: str, has_finished: bool, is_named: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    interrupted(tmp_path / before)
+    """And not one that has finished, or whose path is another."""
+    (train if has_finished else interrupted)(tmp_path / before)
     caplog.set_level("INFO")
     caplog.clear()
     train(tmp_path / now)
-
     [said] = [line for line in caplog.messages if line.startswith("started")]
-    assert said == (
-        f"started fresh: no checkpoint in {tmp_path / now}. {tmp_path / before} holds step 2 of a run that "
-        "has not finished. If that is this run, give it a directory that is the same at every start; with Hydra, set "
-        "hydra.run.dir"
+    advice = (
+        f". {tmp_path / before} holds step 2 of a run that has not finished. If that is this run, give it a directory "
+        "that is the same at every start; with Hydra, set hydra.run.dir"
     )
+    assert said == f"started fresh: no checkpoint in {tmp_path / now}{advice if is_named else ''}"
 
 
 def test_a_run_that_must_resume_is_told_too(tmp_path: Path) -> None:
@@ -56,15 +59,3 @@ def test_a_run_that_must_resume_is_told_too(tmp_path: Path) -> None:
 
     with pytest.raises(hf.CheckpointNotFoundError, match="20-15-00 holds step 2 of a run that has not finished"):
         train(tmp_path / HYDRA[1], resume="must")
-
-
-@pytest.mark.parametrize("now", [HYDRA[1], "outputs/mine", "outputs/2026-11-23/08-00-00/other"])
-def test_others_are_not_mentioned(now: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A run that has finished, and one whose path is another."""
-    (train if now == HYDRA[1] else interrupted)(tmp_path / HYDRA[0])
-    caplog.set_level("INFO")
-    caplog.clear()
-    train(tmp_path / now)
-
-    [said] = [line for line in caplog.messages if line.startswith("started")]
-    assert said == f"started fresh: no checkpoint in {tmp_path / now}"

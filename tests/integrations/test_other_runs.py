@@ -16,6 +16,7 @@ import pytest
 import torch
 from flax.serialization import to_bytes
 from flax.training.train_state import TrainState
+from tests.integrations.states import bits
 
 import holdfast as hf
 from holdfast import graph
@@ -40,10 +41,6 @@ def trained(updates: int) -> Any:
     for number in range(updates):
         state = state.apply_gradients(grads=jax.tree.map(lambda leaf, n=number: jnp.full_like(leaf, n), state.params))
     return state
-
-
-def bits(state: Any) -> list[bytes]:
-    return [np.asarray(jnp.asarray(leaf)).tobytes() for leaf in jax.tree.leaves(state)]
 
 
 # ---- runs of other programs
