@@ -221,7 +221,8 @@ def test_every_reader_takes_states_and_plain_dictionaries(tmp_path: Path, saver:
         assert type(loaded) is type(fresh)
         kept = hf.load_transformed(tmp_path / "1", {}, fresh)
         found = hf.load_transformed(tmp_path / "1", renamed, {"other": fresh["inner"]})
-        for kernel in (loaded["inner"]["kernel"], kept["inner"]["kernel"], found["other"]["kernel"]):
+        kernels: list[Any] = [loaded["inner"]["kernel"], kept["inner"]["kernel"], found["other"]["kernel"]]
+        for kernel in kernels:
             assert np.array_equal(kernel[...], model.inner.kernel[...])
 
 
