@@ -388,7 +388,13 @@ def one(fresh: Any, update: Callable[[Any, int], Any]) -> tuple[dict[str, Any], 
     return {"extra": fresh}, lambda extras, step: {"extra": update(extras["extra"], step)}
 
 
+SETS: dict[str, Any] = {
+    "set": {3, 1, 2},
+    "frozen": frozenset({"a", None}),
+    "inside": {"seen": [{1, 2}, bytearray(b"x")]},
+}
 EXTRAS: dict[str, tuple[dict[str, Any], Callable[[Any, int], Any]]] = {
+    "sets and bytes": ({**SETS, "bytes": bytearray(b"abc")}, lambda extras, _: extras),
     "numbers": ({"rate": 0.5, "ema": jnp.asarray(0.0), "log": {}}, numbers_as_extras),
     "containers": ({"window": deque(maxlen=3), "losses": deque([0.5]), "counts": Counter()}, containers_as_extras),
     "named tuples in a list": one([], lambda kept, step: [*kept, Transition(np.full(2, step), 0.5)]),

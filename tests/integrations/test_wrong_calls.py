@@ -109,19 +109,6 @@ def test_the_error_shows_the_right_call(call: str, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("[0-9]*"))
 
 
-EXTRAS = [{3, 1, 2}, frozenset({"a", None}), {"seen": [{1, 2}]}, bytearray(b"abc"), {"buffer": [bytearray(b"x")]}]
-
-
-@pytest.mark.parametrize("extra", EXTRAS, ids=["set", "frozenset", "a set inside", "bytearray", "a bytearray inside"])
-def test_sets_and_bytearrays_are_extras(extra: Any, tmp_path: Path) -> None:
-    for step in (0, 1):
-        with hf.CheckpointCallback(tmp_path) as checkpoint:
-            state, start = checkpoint.restore_or_initialize({"w": 1}, extra=extra)
-            assert start == step
-            assert sorted(repr(checkpoint.extras["extra"])) == sorted(repr(extra))  # Sets have no order.
-            checkpoint.on_step(1, state, extra=extra)
-
-
 def test_whole_numbers_of_numpy_are_options(tmp_path: Path) -> None:
     options: dict[str, Any] = {"save_interval_steps": np.int64(2), "max_to_keep": np.int32(3)}
     with hf.CheckpointCallback(tmp_path, **options, keep_steps=np.arange(2).tolist()) as checkpoint:
