@@ -120,28 +120,29 @@ def test_a_loop_that_forgets_to_restore_is_stopped_before_it_mixes_two_runs(tmp_
 
 
 def test_extras_come_back_each_in_its_own_way(tmp_path: Path) -> None:
-    data, generator = Positions(), np.random.default_rng(3)
-    plain = {"history": [], "note": "x"}
-    with CheckpointCallback(tmp_path) as checkpoint:
-        checkpoint.restore_or_initialize(state_at(0), data=data, noise=generator, ema=np.zeros(2), config=plain)
-        assert checkpoint.extras["data"] is data
-        assert checkpoint.extras["config"] is plain
-        next(data), generator.random()
-        history = {"history": [0.5, 0.25], "note": "y"}
-        checkpoint.on_step(1, state_at(1), data=data, noise=generator, ema=np.ones(2), config=history, late=b"more")
-    expected = generator.random()
+    def fresh(seed: int) -> dict[str, Any]:
+        noise = np.random.default_rng(seed)
+        return {"data": Positions(), "noise": noise, "ema": np.zeros(2), "key": jax.random.key(seed), "config": {}}
 
-    data, generator = Positions(), np.random.default_rng(9)
+    extras = fresh(3)
     with CheckpointCallback(tmp_path) as checkpoint:
-        _, start = checkpoint.restore_or_initialize(
-            state_at(0), data=data, noise=generator, ema=np.zeros(2), config={"history": [], "note": "x"}, late=None
-        )
-    assert start == 1
-    assert data.position == 1
-    assert generator.random() == expected
-    assert checkpoint.extras["data"] is data
-    assert checkpoint.extras["noise"] is generator
+        checkpoint.restore_or_initialize(state_at(0), **extras)
+        assert checkpoint.extras["data"] is extras["data"]
+        assert checkpoint.extras["config"] is extras["config"]
+        next(extras["data"]), extras["noise"].random()
+        key, _ = jax.random.split(extras["key"])
+        changed = {"ema": np.ones(2), "key": key, "config": {"history": [0.5, 0.25], "note": "y"}, "late": b"more"}
+        checkpoint.on_step(1, state_at(1), **{**extras, **changed})
+    expected = extras["noise"].random()
+
+    again = fresh(9)
+    with CheckpointCallback(tmp_path) as checkpoint:
+        _, start = checkpoint.restore_or_initialize(state_at(0), **again, late=None)
+    assert (start, again["data"].position, again["noise"].random()) == (1, 1, expected)
+    assert checkpoint.extras["data"] is again["data"]
+    assert checkpoint.extras["noise"] is again["noise"]
     assert checkpoint.extras["ema"].tolist() == [1, 1]
+    assert np.array_equal(jax.random.key_data(checkpoint.extras["key"]), jax.random.key_data(key))
     assert checkpoint.extras["config"] == {"history": [0.5, 0.25], "note": "y"}
     assert checkpoint.extras["late"] == b"more"
 
