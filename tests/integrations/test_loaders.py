@@ -930,6 +930,35 @@ def test_operations_of_grain_that_hold_records_are_named(
     assert said == ({"data= applies operations of the program to whole iterators: Pack"} if operations else set())
 
 
+def test_a_grain_loader_that_would_refuse_its_resume_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    """Grain compares the repr of the source, and the repr of Python's objects is another in each process."""
+    grain = pytest.importorskip("grain")
+
+    def batches(source_repr: str | None) -> Any:
+        members = {"__len__": lambda _: 8, "__getitem__": lambda _, index: index}
+        members |= {} if source_repr is None else {"__repr__": lambda _: source_repr}
+        source = type("Table", (), {"__module__": "train", **members})()
+        sampler = grain.samplers.SequentialSampler(8, grain.sharding.NoSharding())
+        return iter(grain.DataLoader(data_source=source, sampler=sampler))
+
+    def run(source_repr: str | None) -> Any:
+        with hf.CheckpointCallback(tmp_path) as checkpoint:
+            checkpoint.restore_or_initialize({"w": 0}, data=(data := batches(source_repr)))
+            value = next(data)
+            checkpoint.on_step(1 if value == 0 else 2, {"w": 1}, data=data)
+        return value
+
+    with pytest.raises(hf.errors.OptionError, match=r"data= .* <train\.Table object at 0x.* Give Table a __repr__"):
+        run(None)
+    address = "<train.Table object at 0x7f0000000000>"  # such as a checkpoint of an earlier version has
+    with pytest.raises(hf.errors.OptionError, match="Give Table"):
+        run(address)
+    assert (run("Table()"), run("Table()")) == (0, 1)
+    with pytest.raises(ValueError, match="DataSource in checkpoint does not match") as error:
+        run("Table(2)")
+    assert error.value.__notes__ == [f"raised when data= was restored from step 2 in {tmp_path}"]
+
+
 @pytest.mark.parametrize("is_stateful", [False, True])
 def test_a_loader_of_accelerate_is_refused_before_the_first_step(is_stateful: bool, tmp_path: Path) -> None:
     """It has the methods of a state, with which no resume is exact; skip_to needs one that has not begun its epoch."""
