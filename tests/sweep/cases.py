@@ -6,16 +6,121 @@ import itertools
 import logging
 import multiprocessing
 import os
+import random
+import signal
+import sys
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, Literal
+
+import numpy as np
+
+import holdfast as hf
 
 NEVER = 10_000  # steps between two saves: none
 
 Verdict = Literal["equal", "refused", "differs", "failed"]
 
 GOOD: tuple[Verdict, ...] = ("equal", "refused")
+
+
+# ---- runs
+
+
+class InterruptionError(RuntimeError):
+    """Ends a program between two steps."""
+
+
+@dataclass
+class Run:
+    """One start of a program: where it saves, and what happens to it.
+
+    Attributes:
+        directory: The directory of its checkpoints.
+        turn: How many starts there were before it.
+        every: After how many steps it saves.
+        error: The step after which it fails.
+        told: The step in which SIGTERM comes.
+        total: How many steps it trains.
+        stopped: Whether it was asked to stop, and did.
+    """
+
+    directory: str
+    turn: int = 0
+    every: int = NEVER
+    error: int = 0
+    told: int = 0
+    total: int = NEVER
+    stopped: bool = False
+
+    def seed(self) -> None:
+        """Seed the global generators; each start has another seed, as programs have that set none."""
+        seed_all(1 + self.turn)
+
+    def tell(self) -> None:
+        """Send SIGTERM to the program."""
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def callback(self, part: str = "") -> Any:
+        """Return the callback of the program, or of one of its parts."""
+        return hf.CheckpointCallback(f"{self.directory}{part}", save_interval_steps=self.every)
+
+    def report(self, checkpoint: Any, step: int, state: Any, *, before: int = 0, **arguments: Any) -> bool:
+        """Report a step, and return whether to leave the loop; ``before`` is the number of steps of earlier loops."""
+        if before + step == self.told:
+            self.tell()
+        self.stopped = checkpoint.on_step(step, state, **arguments).should_stop
+        if before + step == self.error:
+            raise InterruptionError
+        return self.stopped
+
+
+def difference(start: Callable[..., Any], whole: Any, *interruptions: dict[str, int]) -> str | None:
+    """Start a program with each of the interruptions, and then to its end, which has to be that of the whole run.
+
+    ``start`` takes a directory, the number of the start and an interruption. It returns what the program leaves, None
+    where it was interrupted.
+    """
+    directory = new_directory()
+    for turn, options in enumerate(interruptions):
+        if start(directory, turn, **options) is not None and "total" not in options:
+            raise RuntimeError(f"{options} did not happen")
+    found = start(directory, len(interruptions))
+    if found is None:
+        raise RuntimeError("the resumed run ended early")
+    return first_difference(found, whole)
+
+
+_directories = itertools.count()
+
+
+def new_directory() -> str:
+    """Return the URL of a directory in memory that no run has had."""
+    return f"memory://sweep-{os.getpid()}/{next(_directories)}"
+
+
+def seed_all(seed: int) -> None:
+    """Seed the global generators."""
+    import torch
+
+    for generator in (torch.manual_seed, np.random.seed, random.seed):
+        generator(seed)
+
+
+def be_quiet(*modules: str) -> None:
+    """Silence what torch and other modules say of every program, and fork data loaders' workers in every process."""
+    import torch
+
+    multiprocessing.set_start_method("fork", force=True)
+    torch.set_num_threads(1)  # on these sizes more threads only wait for each other
+    warnings.filterwarnings("ignore", module=rf"(?:{'|'.join(('torch', *modules))})\.")
+    logging.getLogger("holdfast").setLevel(logging.WARNING)
+
+
+# ---- verdicts
 
 
 @dataclass
@@ -42,10 +147,6 @@ class Case:
         return asdict(self)
 
 
-class InterruptionError(RuntimeError):
-    """Ends a program between two steps."""
-
-
 class Listener(logging.Handler):
     """Collects the warnings of holdfast."""
 
@@ -55,24 +156,6 @@ class Listener(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.heard.append(record.getMessage())
-
-
-_directories = itertools.count()
-
-
-def new_directory() -> str:
-    """Return the URL of a directory in memory that no run has had."""
-    return f"memory://sweep-{os.getpid()}/{next(_directories)}"
-
-
-def be_quiet(*modules: str) -> None:
-    """Silence what torch and other modules say of every program, and fork data loaders' workers in every process."""
-    import torch
-
-    multiprocessing.set_start_method("fork", force=True)
-    torch.set_num_threads(1)  # on these sizes more threads only wait for each other
-    warnings.filterwarnings("ignore", module=rf"(?:{'|'.join(('torch', *modules))})\.")
-    logging.getLogger("holdfast").setLevel(logging.WARNING)
 
 
 def run_cases(
@@ -108,6 +191,89 @@ def judge(name: str, run: Callable[[], str | None], refused: str = "", *, is_exa
     if is_exact and case.verdict == "equal" and alarms:
         return Case(name, "failed", f"equal, but {alarms[0]}", listener.heard)
     return case
+
+
+# ---- what has to be equal
+
+
+def bits(value: Any, *, attributes: bool = False) -> Any:
+    """Return the bytes of all arrays in a value, and its plain values; of objects those of their state.
+
+    With ``attributes``, the modes and the plain attributes of torch's modules and optimizers are among them.
+    """
+    torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
+    of = partial(bits, attributes=attributes)
+    if isinstance(value, np.ndarray | np.generic):
+        return type(value).__name__, str(value.dtype), value.shape, value.tobytes()
+    if value is None or isinstance(value, int | float | str | bytes):
+        return repr(value)
+    if isinstance(value, dict):
+        return {str(key): of(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | deque):
+        return [of(item) for item in value]
+    if isinstance(value, np.random.Generator):
+        return of(value.bit_generator.state)
+    if isinstance(value, random.Random):
+        return of(value.getstate())
+    if torch is not None and isinstance(value, torch.Tensor):
+        return _of_tensor(value)
+    if torch is not None and isinstance(value, torch.Generator):
+        return of(value.get_state())
+    if hasattr(value, "state_dict"):
+        return {"state": of(value.state_dict()), **(_attributes(value) if attributes else {})}
+    leaves = _of_leaves(value) if jax is not None else {}
+    if not leaves and type(value).__module__.startswith("tests.sweep."):
+        return of(vars(value))
+    return leaves or repr(type(value))
+
+
+def _of_tensor(value: Any) -> Any:
+    import torch
+
+    if value.layout is not torch.strided:
+        return str(value.layout), _of_tensor(value.to_dense())
+    if value.is_quantized:
+        return str(value.dtype), _of_tensor(value.int_repr()), str(value.qscheme())
+    strides = [stride for stride, size in zip(value.stride(), value.shape, strict=True) if size > 1]
+    data = value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return str(value.dtype), tuple(value.shape), strides, data
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Return the modes, the plain numbers and the tensors of a module and its parts, or of another object."""
+    import torch
+
+    kinds = (int, float, torch.Tensor, torch.optim.Optimizer)
+    parts = dict(value.named_modules()) if isinstance(value, torch.nn.Module) else {"": value}
+    kept = {
+        f"{place}.{name}": bits(one, attributes=True)
+        for place, part in parts.items()
+        for name, one in vars(part).items()
+        if (name == "training" or not name.startswith("_")) and isinstance(one, kinds)
+    }
+    parameters = value.named_parameters() if isinstance(value, torch.nn.Module) else ()
+    return kept | {f"{name} is trained": one.requires_grad for name, one in parameters}
+
+
+def _of_leaves(value: Any) -> dict[str, Any]:
+    """Return the type and the bytes of every leaf of a tree of jax or a module of nnx, by path; {} of other objects."""
+    import jax
+
+    nnx: Any = sys.modules.get("flax.nnx")
+    if nnx is not None and isinstance(value, nnx.Module | nnx.Optimizer):
+        value = nnx.state(value)
+    found: dict[str, Any] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(value):
+        name = jax.tree_util.keystr(path)
+        if isinstance(leaf, jax.Array):
+            is_key = jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+            weak = getattr(leaf, "weak_type", False)
+            found[name] = weak, bits(np.asarray(jax.random.key_data(leaf) if is_key else leaf))
+        elif callable(leaf):
+            found[name] = leaf
+        elif leaf is not value:
+            found[name] = bits(leaf)
+    return found
 
 
 def first_difference(found: Any, expected: Any, path: str = "") -> str | None:

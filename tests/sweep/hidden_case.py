@@ -2,121 +2,74 @@
 
 from __future__ import annotations
 
-import importlib
-import json
 import logging
-import os
-import pickle
 import random
 import re
-import signal
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-import holdfast as hf
-
-from .cases import NEVER, InterruptionError, Listener
+from . import cases
+from .cases import InterruptionError, Listener, bits, seed_all
 
 TOTAL = 20  # steps
 _NAMED = re.compile(r"^not exact from step (\d+)")
 
+# Epochs end at steps 5, 10, 15 and 20.
+SURELY = "error soon after a save"  # after which each program that hides state is inexact
+INTERRUPTIONS: dict[str, dict[str, int]] = {
+    SURELY: {"every": 6, "error": 8},
+    "error 5 steps after a save": {"every": 6, "error": 11},
+    "error across the end of an epoch": {"every": 9, "error": 13},
+    "SIGTERM in mid-epoch": {"told": 8},
+    "SIGTERM in the last batch of an epoch": {"told": 10},
+}
+
 
 @dataclass
-class Run:
-    """One start of a program: where it saves, what happens to it, and what is known of it afterwards.
+class Run(cases.Run):
+    """One start of a program, and what is known of it afterwards.
 
     Attributes:
-        directory: The directory of its checkpoints.
         files: A directory for what the program itself writes, which outlives the process.
-        every: After how many steps it saves.
-        error: The step after which it fails.
-        told: The step in which SIGTERM comes.
-        total: How many steps it trains.
+        is_advised: Whether the program has the line that hands over what it would hide otherwise.
         ends: What a new process would not have, and is undone at the end.
         seen: What each step gave: state, metrics, batch, generators, counters and gradients, by name.
-        stopped: Whether it was asked to stop, and did.
         start: The step that it resumed from.
         checkpoint: Its callback.
     """
 
-    directory: str
-    files: str
-    every: int = NEVER
-    error: int = 0
-    told: int = 0
     total: int = TOTAL
+    files: str = ""
+    is_advised: bool = False
     ends: ExitStack = field(default_factory=ExitStack)
     seen: dict[int, dict[str, Any]] = field(default_factory=dict)
-    stopped: bool = False
     start: int = 0
     checkpoint: Any = None
 
-    def callback(self) -> hf.CheckpointCallback:
-        """Return the callback of the program."""
-        self.checkpoint = hf.CheckpointCallback(self.directory, save_interval_steps=self.every)
-        return self.checkpoint  # type: ignore[no-any-return]
-
-    def tell(self) -> None:
-        """Send SIGTERM to the program."""
-        os.kill(os.getpid(), signal.SIGTERM)
+    def callback(self, part: str = "") -> Any:
+        self.checkpoint = super().callback(part)
+        return self.checkpoint
 
     def note(self, step: int, state: Any, loss: Any, batch: Any = None, epoch: int = 0, **extras: Any) -> None:
         """Note what a step has given, before anything is told of it."""
-        handed = {name: extra for name, extra in extras.items() if is_generator(extra)}
+        kinds = np.random.Generator | random.Random | torch.Generator
+        handed = {name: extra for name, extra in extras.items() if isinstance(extra, kinds)}
         generators = [random.getstate(), np.random.get_state(), torch.get_rng_state(), handed]
         parts = {"state": state, "metrics": float(loss), "batch": batch, "generators": generators, "counters": epoch}
         parts |= {"gradients": _gradients(state)}
         self.start = self.start if self.seen else step - 1
         self.seen[step] = {name: bits(part) for name, part in parts.items()}
 
-    def report(self, checkpoint: Any, step: int, state: Any, loss: Any, **extras: Any) -> bool:
+    def report(self, checkpoint: Any, step: int, state: Any, loss: Any = None, **arguments: Any) -> bool:
         """Report a step with its loss, and return whether to leave the loop."""
-        self.note(step, state, loss, **extras)
-        if step == self.told:
-            self.tell()
-        self.stopped = checkpoint.on_step(step, state, metrics={"loss": loss}, **extras).should_stop
-        if step == self.error:
-            raise InterruptionError
-        return self.stopped
-
-
-def is_generator(value: Any) -> bool:
-    """Return whether a value is a random generator of numpy, Python or torch."""
-    return isinstance(value, np.random.Generator | random.Random | torch.Generator)
-
-
-def bits(value: Any) -> Any:
-    """Return the bytes of all arrays in a value, and its plain values; for objects, those of their public state."""
-    if isinstance(value, torch.Tensor):
-        value = value.to_dense() if value.is_sparse else value
-        return str(value.dtype), tuple(value.shape), value.detach().contiguous().numpy().tobytes()
-    if isinstance(value, dict):
-        return {str(key): bits(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [bits(item) for item in value]
-    if isinstance(value, np.random.Generator):
-        return bits(value.bit_generator.state)
-    if isinstance(value, random.Random):
-        return value.getstate()
-    if isinstance(value, torch.Generator):
-        return bits(value.get_state())
-    if hasattr(value, "state_dict"):
-        return bits(value.state_dict())
-    if isinstance(value, np.ndarray | np.generic):
-        return str(value.dtype), value.shape, value.tobytes()
-    if type(value).__module__.endswith(("public_programs", "public_torch_programs")):
-        return bits(vars(value))
-    return value if isinstance(value, int | float | str | bytes | None) else bits(_leaves(value))
+        self.note(step, state, loss, **arguments)
+        return super().report(checkpoint, step, state, metrics={"loss": loss}, **arguments)
 
 
 def _gradients(state: Any) -> dict[str, Any]:
@@ -134,18 +87,6 @@ def differing(found: dict[str, Any], expected: dict[str, Any]) -> set[str]:
     return parts | {"gradients" for name in both if found["gradients"][name] != expected["gradients"][name]}
 
 
-def _leaves(value: Any) -> list[Any]:
-    # Imported lazily: a program of torch in a process of its own needs neither.
-    import jax
-    import jax.numpy as jnp
-    from flax import nnx
-
-    tree = nnx.state(value) if isinstance(value, nnx.Module | nnx.Optimizer) else value
-    leaves = jax.tree.leaves(tree)
-    keys = [isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves]
-    return [np.asarray(jax.random.key_data(leaf) if key else leaf) for leaf, key in zip(leaves, keys, strict=True)]
-
-
 @dataclass(frozen=True)
 class Program:
     """A program of the sweep.
@@ -153,28 +94,47 @@ class Program:
     Attributes:
         train: Trains once.
         is_exact: Whether it hands over all that its next steps depend on.
-        in_process: Whether each start needs a process of its own.
+        is_advised: Whether it has the line that does so, without which it is another program of the table.
+        layers: What surely differs where it hides state.
+        says: What a warning then advises.
+        surely: The interruption after which it does, if it is another one than that of the table.
     """
 
     train: Callable[[Run], None]
     is_exact: bool = False
-    in_process: bool = False
+    is_advised: bool = False
+    layers: frozenset[str] = frozenset()
+    says: str = ""
+    surely: dict[str, int] = field(default_factory=dict)
+
+    def options(self, title: str) -> dict[str, int]:
+        """Return what happens in an interruption."""
+        return self.surely if title == SURELY and self.surely else INTERRUPTIONS[title]
 
 
 PROGRAMS: dict[str, Program] = {}
+Enter = Callable[[Callable[[Run], None]], Callable[[Run], None]]
 
 
-def program(name: str, **options: bool) -> Callable[[Callable[[Run], None]], Callable[[Run], None]]:
-    """Enter a function into the table of programs."""
+def program(name: str) -> Enter:
+    """Enter a function that hands over all into the table of programs."""
 
     def enter(train: Callable[[Run], None]) -> Callable[[Run], None]:
-        PROGRAMS[name] = Program(train, **options)
+        PROGRAMS[name] = Program(train, is_exact=True)
         return train
 
     return enter
 
 
-# ---- one start of a program
+def hiding(name: str, *layers: str, says: str = "", **surely: int) -> Enter:
+    """Enter a function twice: it hides state, of which ``layers`` differ, and hands it over if it ``is_advised``."""
+
+    def enter(train: Callable[[Run], None]) -> Callable[[Run], None]:
+        PROGRAMS[name] = Program(train, layers=frozenset(layers), says=says, surely=surely)
+        PROGRAMS[f"{name}, handed over"] = Program(train, is_exact=True, is_advised=True, surely=surely)
+        return train
+
+    return enter
 
 
 @dataclass
@@ -200,44 +160,18 @@ class Trace:
 
 
 def start(name: str, directory: str, files: str, **options: int) -> Trace:
-    """Start a program: in a process of its own if it needs one."""
-    if PROGRAMS[name].in_process:
-        return _start_process(name, PROGRAMS[name].train.__module__, directory, files, options)
-    return _start_here(PROGRAMS[name], directory, files, options)
-
-
-def _start_here(program: Program, directory: str, files: str, options: dict[str, Any]) -> Trace:
-    for seed in (torch.manual_seed, np.random.seed, random.seed):
-        seed(0)
+    """Start a program."""
+    seed_all(0)
     logger, listener = logging.getLogger("holdfast"), Listener()
-    trace = Trace(warnings=listener.heard)
     logger.addHandler(listener)
-    run = Run(directory, files, **options)
+    run = Run(directory, files=files, is_advised=PROGRAMS[name].is_advised, **options)
     try:
         with run.ends:
-            program.train(run)
+            PROGRAMS[name].train(run)
     except InterruptionError:
         pass
     finally:
         logger.removeHandler(listener)
     proof = run.checkpoint.proof
-    if proof is not None:
-        trace.proof = proof.exact, tuple(proof.steps), tuple(proof.differs)
-    trace.start, trace.seen = run.start, run.seen
-    return trace
-
-
-def _start_process(name: str, module: str, directory: str, files: str, options: dict[str, int]) -> Trace:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
-    program = f"import sys; from {__name__} import serve; serve(*sys.argv[1:])"
-    with tempfile.NamedTemporaryFile() as file:
-        arguments = [name, module, directory, files, json.dumps(options), file.name]
-        subprocess.run([sys.executable, "-c", program, *arguments], env=environment, check=True)
-        return pickle.load(file)  # type: ignore[no-any-return]
-
-
-def serve(name: str, module: str, directory: str, files: str, options: str, file: str) -> None:
-    """Start a program in this process, and write what it leaves to a file."""
-    importlib.import_module(module)
-    logging.getLogger("holdfast").setLevel(logging.WARNING)
-    Path(file).write_bytes(pickle.dumps(_start_here(PROGRAMS[name], directory, files, json.loads(options))))
+    said = None if proof is None else (proof.exact, tuple(proof.steps), tuple(proof.differs))
+    return Trace(run.start, run.seen, said, listener.heard)

@@ -1,33 +1,30 @@
-"""Programs whose batches come from something that they do not hand over: a place in the data, or an order that changes.
+"""Programs of torch and Lightning that keep to themselves what their next steps depend on, or hand it over.
 
-Each is a function that trains once, as a process would. It hands over a model and an optimizer, and hides something
-that the next steps depend on. What a new process would not have is set up at the beginning of the function.
+Each is a function that trains once, as a process would, without or with the line that ``docs/exact_resume.md`` advises.
 """
 
 from __future__ import annotations
 
-import array
-import heapq
-import itertools
-import json
+import copy
 import os
-import queue
 import random
-import sqlite3
-import subprocess
-import sys
-import threading
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from typing import Any
 
+import lightning.pytorch as lightning
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
 
-from .hidden_case import Run, program
+import holdfast as hf
+from holdfast.integrations.lightning import CheckpointCallback
+
+from .cases import InterruptionError
+from .hidden_case import Run, hiding
+from .lightning_runs import QUIET
 
 EXAMPLES, FEATURES, SIZE = 10, 4, 2  # examples, their features, examples in a batch
 EPOCH = EXAMPLES // SIZE  # batches
@@ -36,15 +33,26 @@ EPOCH = EXAMPLES // SIZE  # batches
 # ---- what the programs have in common
 
 
-def new_state() -> dict[str, Any]:
+def new_state(model: Any = None) -> dict[str, Any]:
     """Return a model and its optimizer."""
-    model = nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, 1))
+    model = model or nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, 1))
     return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)}
 
 
 def examples() -> torch.Tensor:
     """Return the examples, by rows."""
     return torch.sin(torch.arange(EXAMPLES * FEATURES, dtype=torch.float32)).view(EXAMPLES, FEATURES)
+
+
+def loader_of(**options: Any) -> DataLoader[torch.Tensor]:
+    """Return a loader of the examples."""
+    data: Any = examples()
+    return DataLoader(data, batch_size=SIZE, **options)
+
+
+def shuffled() -> Any:
+    """Return a loader that shuffles the examples, and has a place that is saved."""
+    return hf.resumable(loader_of(shuffle=True))
 
 
 def loss_of(state: Any, x: torch.Tensor) -> torch.Tensor:
@@ -77,13 +85,37 @@ def train(run: Run, state: Any, update: Callable[[], Any], **extras: Any) -> Non
                 break
 
 
-class Batches:
-    """Batches of a shuffled epoch after the other, with a place that can be saved."""
+def train_on(run: Run, state: Any, batches: Iterator[Any], **extras: Any) -> None:
+    """Train on batches, which may be among the extras."""
 
-    def __init__(self) -> None:
-        self._examples = examples()
+    def update() -> tuple[Any, Any]:
+        batch = next(batches)
+        return fit(state, batch), batch
+
+    train(run, state, update, **extras)
+
+
+def epochs(run: Run, state: Any, loader: Any, update: Any, at_end: Callable[[], object] = int, **extras: Any) -> None:
+    """Train in nested loops over epochs; ``update`` returns the loss of a batch, ``at_end`` follows each epoch."""
+    with run.callback() as checkpoint:
+        state, step = checkpoint.restore_or_initialize(state, data=loader, **extras)
+        while step < run.total:
+            for batch in loader:
+                loss = update(batch)
+                step += 1
+                if step % EPOCH == 0:
+                    at_end()
+                if run.report(checkpoint, step, state, loss, data=loader, batch=batch, **extras) or step == run.total:
+                    return
+
+
+class Batches:
+    """Batches of a shuffled epoch after the other, with a place that can be saved, unless it ``forgets`` it."""
+
+    def __init__(self, forgets: bool = False) -> None:
         self._generator = np.random.default_rng(7)
         self._order: list[int] = []
+        self._forgets = forgets
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return self
@@ -92,229 +124,158 @@ class Batches:
         if not self._order:
             self._order = self._generator.permutation(EXAMPLES).tolist()
         chosen, self._order = self._order[:SIZE], self._order[SIZE:]
-        return self._examples[chosen]
+        return examples()[chosen]
 
     def get_state(self) -> dict[str, Any]:
         return {"order": self._order, "generator": self._generator.bit_generator.state}
 
     def set_state(self, state: Any) -> None:
-        self._order, self._generator.bit_generator.state = state["order"], state["generator"]
+        if not self._forgets:
+            self._order, self._generator.bit_generator.state = state["order"], state["generator"]
 
 
 # ---- places in the data
 
 
-@program("a batch in flight")
+@hiding("the place in a loader", "batch", "state")
+def _place(run: Run) -> None:
+    batches = hf.skip_to(loader_of(shuffle=True, generator=torch.Generator().manual_seed(4)))
+    train_on(run, new_state(), batches, **({"data": batches} if run.is_advised else {}))
+
+
+@hiding("a state that set_state does not take back", "batch", "state")
+def _forgetful(run: Run) -> None:
+    batches = Batches(forgets=not run.is_advised)
+    train_on(run, new_state(), batches, data=batches)
+
+
+@hiding("a batch in flight", "batch", "state")
 def _batch_in_flight(run: Run) -> None:
     state, batches = new_state(), Batches()
     with run.callback() as checkpoint:
-        state, start = checkpoint.restore_or_initialize(state, data=batches)
-        batch = next(batches)
+        extras = {"ahead": torch.zeros(SIZE, FEATURES)} if run.is_advised else {}
+        state, start = checkpoint.restore_or_initialize(state, data=batches, **extras)
+        ahead = checkpoint.extras["ahead"] if start and run.is_advised else next(batches)
         for step in range(start + 1, run.total + 1):
-            loss = fit(state, batch)
-            used, batch = batch, next(batches)
-            if run.report(checkpoint, step, state, loss, data=batches, batch=used):
+            batch, ahead = ahead, next(batches)
+            extras = {"ahead": ahead} if run.is_advised else {}
+            if run.report(checkpoint, step, state, fit(state, batch), data=batches, batch=batch, **extras):
                 break
 
 
-@program("a queue that is filled ahead")
-def _filled_queue(run: Run) -> None:
-    """As ``prefetch_to_device`` of flax does."""
+class Turning:
+    """Begins each epoch at another batch."""
 
-    def fetched(batches: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
-        waiting = deque(itertools.islice(batches, 2))
-        while waiting:
-            yield waiting.popleft()
-            waiting.extend(itertools.islice(batches, 1))
+    turns = 0
 
-    state, batches = new_state(), Batches()
-    ahead = fetched(batches)
-    train(run, state, lambda: fit(state, next(ahead)), data=batches)
+    def __len__(self) -> int:
+        return EPOCH
+
+    def __iter__(self) -> Iterator[Any]:
+        self.turns += 1
+        yield from examples().roll(2 * self.turns, 0).split(SIZE)
 
 
-@program("a thread that fetches ahead")
-def _fetching_thread(run: Run) -> None:
-    state, batches = new_state(), Batches()
-    thread = run.ends.enter_context(ThreadPoolExecutor(1))
-    with run.callback() as checkpoint:
-        state, start = checkpoint.restore_or_initialize(state, data=batches)
-        batch = next(batches)
-        for step in range(start + 1, run.total + 1):
-            fetched = thread.submit(next, batches)
-            loss = fit(state, batch)
-            batch = fetched.result()
-            if run.report(checkpoint, step, state, loss, data=batches):
-                break
+@hiding("an attribute of a loader", "batch", "state")
+def _attribute(run: Run) -> None:
+    loader = Turning()
+    state = (lambda: loader.turns, lambda turns: setattr(loader, "turns", turns)) if run.is_advised else None
+    batches = hf.skip_to(loader, state=state)
+    train_on(run, new_state(), batches, data=batches)
 
 
-@program("a generator function")
-def _generator_function(run: Run) -> None:
-    def batches() -> Iterator[torch.Tensor]:
-        shuffle, values = random.Random(3), examples()
-        while True:
-            order = shuffle.sample(range(EXAMPLES), EXAMPLES)
-            yield from (values[order[first : first + SIZE]] for first in range(0, EXAMPLES, SIZE))
+class Noisy(Dataset[Any]):
+    """Adds noise of a generator deep within the loader."""
 
-    state, drawn = new_state(), batches()
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(0)
 
-    def update() -> Any:
-        batch = next(drawn)
-        return fit(state, batch), batch
+    def __len__(self) -> int:
+        return EXAMPLES
 
-    train(run, state, update)
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return examples()[index] + self.rng.random(dtype=np.float32)
 
 
-@program("an iterator over a shuffled list")
-def _shuffled_list(run: Run) -> None:
-    state, values = new_state(), list(torch.split(examples(), SIZE))
-    left: Iterator[torch.Tensor] = iter(())
-
-    def update() -> Any:
-        nonlocal left
-        batch = next(left, None)
-        if batch is None:
-            random.shuffle(values)
-            left = iter(values)
-            batch = next(left)
-        return fit(state, batch)
-
-    train(run, state, update)
+@hiding("a generator deep in a loader", "batch", "state")
+def _deep_generator(run: Run) -> None:
+    data = Noisy()
+    batches = hf.skip_to(DataLoader(data, SIZE), generators=[data.rng] if run.is_advised else [])
+    train_on(run, new_state(), batches, data=batches)
 
 
-@program("itertools.cycle")
-def _cycle(run: Run) -> None:
-    state, values = new_state(), itertools.cycle(torch.split(examples(), SIZE))
-    train(run, state, lambda: fit(state, next(values)))
+@hiding("a generator deep in a loader with a state", "batch", "state")
+def _deep_generator_beside_a_state(run: Run) -> None:
+    data, state = Noisy(), new_state()
+    extras = {"rng": data.rng} if run.is_advised else {}
+    epochs(run, state, StatefulDataLoader(data, SIZE), lambda batch: fit(state, batch), **extras)
 
 
-@program("a pipe of the kernel")
-def _pipe(run: Run) -> None:
-    """Indices wait in a pipe until they are read, and are put behind the others again."""
-    state, values = new_state(), examples()
-    out, into = os.pipe()
-    run.ends.callback(os.close, out)
-    run.ends.callback(os.close, into)
-    os.write(into, bytes(np.random.default_rng(1).permutation(EXAMPLES).tolist()))
+class Order(Sampler[int]):
+    """Shuffles the examples of each epoch, and has no state."""
 
-    def update() -> Any:
-        chosen = os.read(out, SIZE)
-        os.write(into, chosen[::-1])
-        return fit(state, values[list(chosen)])
+    def __init__(self) -> None:
+        self.epoch = self.place = 0
 
-    train(run, state, update)
+    def __len__(self) -> int:
+        return EXAMPLES
 
-
-@program("a cursor of sqlite3")
-def _cursor(run: Run) -> None:
-    state, base = new_state(), sqlite3.connect(":memory:")
-    run.ends.callback(base.close)
-    base.execute("create table examples (a real, b real, c real, d real)")
-    base.executemany("insert into examples values (?, ?, ?, ?)", examples().tolist())
-    rows = base.execute("select * from examples order by a")
-
-    def update() -> Any:
-        nonlocal rows
-        if not (batch := rows.fetchmany(SIZE)):
-            rows = base.execute("select * from examples order by a")
-            batch = rows.fetchmany(SIZE)
-        return fit(state, torch.tensor(batch))
-
-    train(run, state, update)
+    def __iter__(self) -> Iterator[int]:
+        order = np.random.default_rng(self.epoch).permutation(EXAMPLES).tolist()
+        while self.place < len(order):
+            self.place += 1
+            yield order[self.place - 1]
+        self.epoch, self.place = self.epoch + 1, 0
 
 
-@program("an open text file")
-def _text_file(run: Run) -> None:
-    state, name = new_state(), os.path.join(run.files, "examples.jsonl")
-    with open(name, "w", encoding="utf-8") as file:
-        file.writelines(f"{json.dumps(row)}\n" for row in examples().tolist())
-    lines = open(name, encoding="utf-8")  # noqa: SIM115 - it stays open from step to step
-    run.ends.callback(lines.close)
+class OrderWithState(Order):
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "place": self.place}
 
-    def update() -> Any:
-        rows = [json.loads(lines.readline()) for _ in range(SIZE)]
-        if lines.tell() == os.stat(name).st_size:
-            lines.seek(0)
-        return fit(state, torch.tensor(rows))
-
-    train(run, state, update)
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.place = state["epoch"], state["place"]
 
 
-@program("a loader of torch, begun anew")
-def _unhanded_loader(run: Run) -> None:
-    state, values = new_state(), examples()
-    shuffle = torch.Generator().manual_seed(4)
-    loader: DataLoader[Any] = DataLoader(list(values), batch_size=SIZE, shuffle=True, generator=shuffle)  # type: ignore[arg-type]
-    drawn = itertools.chain.from_iterable(itertools.repeat(loader))
-    train(run, state, lambda: fit(state, next(drawn)))
+@hiding("a sampler without a state", "batch", "state")
+def _sampler(run: Run) -> None:
+    state, sampler = new_state(), OrderWithState() if run.is_advised else Order()
+    loader = StatefulDataLoader(list(examples()), SIZE, sampler=sampler)
+    epochs(run, state, loader, lambda batch: fit(state, batch))
 
 
-# ---- other processes, threads and files
+class Buffered(IterableDataset[Any]):
+    """Shuffles in a buffer; without a generator of its own, it draws in between the draws of the model."""
+
+    def __init__(self, generator: torch.Generator | None) -> None:
+        self.generator = generator
+
+    def __iter__(self) -> Iterator[Any]:
+        buffer = list(examples()[:2])
+        for row in examples():
+            place = int(torch.randint(len(buffer), (), generator=self.generator))
+            yield buffer[place]
+            buffer[place] = row + torch.rand((), generator=self.generator)
 
 
-SIMULATOR = """
-import json, random, sys
-generator, place = random.Random(6), [0.0] * 4
-for line in sys.stdin:
-    action = json.loads(line)
-    place = [0.8 * x + 0.1 * action + generator.gauss(0, 0.3) for x in place]
-    print(json.dumps(place), flush=True)
-"""
+@hiding("draws in the process of the model", "batch", "state")
+def _drawing(run: Run) -> None:
+    own = torch.Generator().manual_seed(3) if run.is_advised else None
+    batches = hf.skip_to(DataLoader(Buffered(own), SIZE), generators=[] if own is None else [own])
+    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(FEATURES, 1))
+    train_on(run, new_state(model), batches, data=batches)
 
 
-@program("a simulator in another process")
-def _simulator(run: Run) -> None:
-    state = new_state()
-    process = subprocess.Popen(
-        [sys.executable, "-S", "-c", SIMULATOR], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-    )
-    run.ends.enter_context(process)  # closes its input, at which it ends
-    action = 0.0
-
-    def update() -> Any:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(f"{action}\n")
-        return fit(state, torch.tensor([json.loads(process.stdout.readline())]))
-
-    train(run, state, update)
-
-
-@program("a thread that keeps an average")
-def _averaging_thread(run: Run) -> None:
-    state, batches = new_state(), Batches()
-    asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    answered: queue.SimpleQueue[Any] = queue.SimpleQueue()
-
-    def average() -> None:
-        mean = torch.zeros(FEATURES)
-        for x in iter(asked.get, None):
-            mean = 0.8 * mean + 0.2 * x.mean(0)
-            answered.put(mean)
-
-    thread = threading.Thread(target=average)
-    thread.start()
-    run.ends.callback(thread.join)
-    run.ends.callback(asked.put, None)
-
-    def update() -> Any:
-        batch = next(batches)
-        asked.put(batch)
-        return fit(state, batch - answered.get()), batch
-
-    train(run, state, update, data=batches)
-
-
-@program("weights of examples in a file")
+@hiding("weights of examples in a file", "state")
 def _weights_in_a_file(run: Run) -> None:
     """The file is written at every step, so that a resumed run finds weights of steps that it does again."""
-    state, values, name = new_state(), examples(), os.path.join(run.files, "weights.npy")
-    if not os.path.exists(name):
-        np.save(name, np.ones(EXAMPLES))
+    state, name = new_state(), os.path.join(run.files, "weights.npy")
+    held = state if run.is_advised else {}
+    held["weights"] = np.load(name) if os.path.exists(name) and not run.is_advised else np.ones(EXAMPLES)
 
     def update() -> Any:
-        weights = np.load(name)
+        weights = held["weights"]
         chosen = np.argsort(-weights, kind="stable")[:SIZE]
-        loss = fit(state, values[chosen])
+        loss = fit(state, examples()[chosen])
         weights *= 1.1
         weights[chosen] = min(float(loss), 1.0)
         np.save(name, weights)
@@ -323,84 +284,368 @@ def _weights_in_a_file(run: Run) -> None:
     train(run, state, update)
 
 
-@program("names of threads", in_process=True)
-def _names_of_threads(run: Run) -> None:
-    """Each shard is read by a thread, which finds its shard by the number in its name."""
-    state, values = new_state(), examples()
+class Replay:
+    """The last batches, and a generator that chooses among them."""
 
-    def update() -> Any:
-        read: list[torch.Tensor] = []
+    def __init__(self) -> None:
+        self.batches: list[torch.Tensor] = []
+        self.choice = random.Random(5)
 
-        def work() -> None:
-            number = int(threading.current_thread().name.split("-")[1].split()[0])
-            read.append(values[[number % EXAMPLES, 3 * number % EXAMPLES]])
+    def state_dict(self) -> dict[str, Any]:
+        return {"batches": list(self.batches), "choice": self.choice.getstate()}
 
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-        return fit(state, read[0])
-
-    train(run, state, update)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.batches = list(state["batches"])
+        self.choice.setstate(state["choice"])
 
 
-# ---- orders that depend on what was trained
-
-
-@program("hard examples")
-def _hard_examples(run: Run) -> None:
-    state, values, losses = new_state(), examples(), np.full(EXAMPLES, np.inf)
-
-    def update() -> Any:
-        chosen = np.argsort(-losses, kind="stable")[:SIZE]
-        losses[:] *= 1.2
-        loss = fit(state, values[chosen])
-        losses[chosen] = float(loss)
-        return loss
-
-    train(run, state, update)
-
-
-@program("a curriculum on a heap")
-def _curriculum(run: Run) -> None:
-    state, values = new_state(), examples()
-    heap = [(float(value.norm()), index) for index, value in enumerate(values)]
-    heapq.heapify(heap)
-
-    def update() -> Any:
-        chosen = [heapq.heappop(heap) for _ in range(SIZE)]
-        loss = fit(state, values[[index for _, index in chosen]])
-        for easy, index in chosen:
-            heapq.heappush(heap, (easy + 1 + float(loss), index))
-        return loss
-
-    train(run, state, update)
-
-
-@program("a replay buffer")
+@hiding("a replay buffer", "metrics", "state")
 def _replay(run: Run) -> None:
-    state, batches = new_state(), Batches()
-    buffer: list[torch.Tensor] = []
+    state, batches, replay = new_state(), Batches(), Replay()
 
     def update() -> Any:
-        buffer.append(next(batches))
-        return fit(state, torch.cat(random.choices(buffer, k=2)))
+        replay.batches.append(next(batches))
+        return fit(state, torch.cat(replay.choice.choices(replay.batches, k=2)))
 
-    train(run, state, update, data=batches)
+    train(run, state, update, data=batches, **({"replay": replay} if run.is_advised else {}))
 
 
-@program("a ring of losses in an array")
-def _ring(run: Run) -> None:
+class Walk:
+    """An environment."""
+
+    def __init__(self) -> None:
+        self.np_random, self.place = np.random.default_rng(), np.zeros((1, FEATURES), np.float32)
+
+    def reset(self, seed: int) -> None:
+        self.np_random, self.place = np.random.default_rng(seed), np.zeros((1, FEATURES), np.float32)
+
+    def __next__(self) -> torch.Tensor:
+        self.place = (0.9 * self.place + self.np_random.normal(size=(1, FEATURES))).astype(np.float32)
+        return torch.from_numpy(self.place)
+
+
+@hiding("an environment", "batch", "state")
+def _environment(run: Run) -> None:
+    env: Any = Walk()
+    env.reset(seed=7)
+    train_on(run, new_state() | ({"env": env} if run.is_advised else {}), env)
+
+
+# ---- models, optimizers and states
+
+
+class Warming(nn.Linear):
+    """Counts its calls in an attribute, or in a buffer."""
+
+    calls: Any
+
+    def __init__(self, has_buffer: bool) -> None:
+        super().__init__(FEATURES, 1)
+        if has_buffer:
+            self.register_buffer("calls", torch.tensor(0))
+        else:
+            self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        out: torch.Tensor = super().forward(x) * (1 - 0.5**self.calls)
+        return out
+
+
+def drawn() -> Iterator[torch.Tensor]:
+    """Yield batches of the global generator, which every save has."""
+    while True:
+        yield torch.randn(SIZE, FEATURES)
+
+
+@hiding("a number in a module", "metrics", "state")
+def _number(run: Run) -> None:
+    train_on(run, new_state(Warming(has_buffer=run.is_advised)), drawn())
+
+
+class Perturbed(nn.Linear):
+    def __init__(self, rng: np.random.Generator) -> None:
+        super().__init__(FEATURES, 1)
+        self.rng = rng
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.rng.random()
+
+
+@hiding("a generator in a module", "metrics", "state")
+def _generator(run: Run) -> None:
+    rng = np.random.default_rng(5)
+    train_on(run, new_state(Perturbed(rng)), drawn(), **({"rng": rng} if run.is_advised else {}))
+
+
+class Adapting(torch.optim.SGD):
+    """Lowers its learning rate by a factor that is an attribute, or an option of its groups."""
+
+    def __init__(self, parameters: Any, has_option: bool) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.places: list[dict[str, Any]] = self.param_groups if has_option else [vars(self)]
+        self.places[0]["factor"] = 1.0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # It takes no closure.
+        self.places[0]["factor"] *= 0.8
+        self.param_groups[0]["lr"] = 0.1 * self.places[0]["factor"]
+        super().step()
+
+
+@hiding("a number in an optimizer", "state")
+def _optimizer(run: Run) -> None:
+    model = nn.Linear(FEATURES, 1)
+    train_on(run, {"model": model, "optimizer": Adapting(model.parameters(), run.is_advised)}, drawn())
+
+
+@hiding("a mean teacher", "metrics", "state")
+def _mean_teacher(run: Run) -> None:
     state, batches = new_state(), Batches()
-    ring = array.array("d", [1.0] * 4)
+    teacher = copy.deepcopy(state["model"]).requires_grad_(False)
 
     def update() -> Any:
         x = next(batches)
-        loss = loss_of(state, x)
-        value = float(loss.detach())
-        weight = value / (value + sum(ring) / len(ring))
-        ring.append(value)
-        ring.pop(0)
-        descend(state, loss * weight)
-        return loss.detach(), x
+        loss = descend(state, loss_of(state, x) + (state["model"](x) - teacher(x)).square().mean())
+        for slow, fast in zip(teacher.parameters(), state["model"].parameters(), strict=True):
+            slow.lerp_(fast.detach(), 0.1)
+        return loss
 
-    train(run, state, update, data=batches)
+    train(run, state | ({"teacher": teacher} if run.is_advised else {}), update, data=batches)
+
+
+@hiding("the patience of a plateau", "state")
+def _patience(run: Run) -> None:
+    """Halves the rate after three steps without a loss that is better by 0.1."""
+    state, batches, plateau = new_state(), Batches(), {"best": float("inf"), "bad": 0}
+    with run.callback() as checkpoint:
+        extras = {"plateau": plateau} if run.is_advised else {}
+        state, start = checkpoint.restore_or_initialize(state, data=batches, **extras)
+        best, bad = checkpoint.extras.get("plateau", plateau).values()
+        for step in range(start + 1, run.total + 1):
+            loss = fit(state, next(batches))
+            best, bad = (float(loss), 0) if float(loss) < best - 0.1 else (best, bad + 1)
+            if bad == 3:
+                state["optimizer"].param_groups[0]["lr"] *= 0.5
+                bad = 0
+            extras = {"plateau": {"best": best, "bad": bad}} if run.is_advised else {}
+            if run.report(checkpoint, step, state, loss, data=batches, **extras):
+                break
+
+
+@hiding(
+    "a scheduler", "state", says="The LambdaLR of the optimizer is not saved: pass it to restore_or_initialize and on_"
+)
+def _scheduler(run: Run) -> None:
+    state, batches = new_state(), drawn()
+    scheduler = torch.optim.lr_scheduler.LambdaLR(state["optimizer"], lambda done: 1 / (1 + done))
+
+    def update() -> Any:
+        loss = fit(state, next(batches))
+        scheduler.step()
+        return loss
+
+    train(run, state, update, **({"scheduler": scheduler} if run.is_advised else {}))
+
+
+@hiding(
+    "state dicts that are made at each step", "metrics", "state", says="which only load_state_dict puts back: call it"
+)
+def _state_dicts(run: Run) -> None:
+    parts, batches = new_state(), drawn()
+    with run.callback() as checkpoint:
+        states, start = checkpoint.restore_or_initialize({name: part.state_dict() for name, part in parts.items()})
+        for name, part in parts.items() if run.is_advised else ():
+            part.load_state_dict(states[name])
+        for step in range(start + 1, run.total + 1):
+            loss = fit(parts, next(batches))
+            if run.report(checkpoint, step, {name: part.state_dict() for name, part in parts.items()}, loss):
+                break
+
+
+MICRO = 4  # steps or micro-batches between two updates
+
+
+@hiding("gradients of micro-batches", "gradients", says="end each step with an optimizer that uses its gradients")
+def _micro_batches(run: Run) -> None:
+    """Without the advice, each of four micro-batches is a step."""
+    state = new_state()
+    with run.callback() as checkpoint:
+        _, start = checkpoint.restore_or_initialize(state)
+        for step in range(start + 1, run.total + 1):
+            for _ in range(MICRO if run.is_advised else 1):
+                x = torch.randn(SIZE, FEATURES)
+                loss = loss_of(state, x)
+                loss.backward()  # type: ignore[no-untyped-call]
+            if run.is_advised or step % MICRO == 0:
+                state["optimizer"].step()
+                state["optimizer"].zero_grad()
+            if run.report(checkpoint, step, state, loss.detach(), batch=x):
+                break
+
+
+ZEROED = "sets them to zero before an optimizer uses them, do so before"
+
+
+@hiding("gradients of another loss", "gradients", says=ZEROED, every=6, error=7)
+def _gradients_of_another_loss(run: Run) -> None:
+    """A critic, which is trained more often, leaves gradients in the model; without the advice, they add up.
+
+    Surely inexact is the first step after the save: step 8 sets them to zero, and proves the resume if it is compared.
+    """
+    state, critic = new_state(), nn.Linear(1, 1)
+    state |= {"critic": critic, "of_critic": torch.optim.SGD(critic.parameters(), 0.1)}
+    with run.callback() as checkpoint:
+        _, start = checkpoint.restore_or_initialize(state)
+        for step in range(start + 1, run.total + 1):
+            if run.is_advised:
+                state["optimizer"].zero_grad()
+            x = torch.randn(SIZE, FEATURES)
+            loss = critic(state["model"](x)).mean()
+            state["of_critic"].zero_grad()
+            loss.backward()
+            state["of_critic"].step()
+            if step % MICRO == 0:
+                descend(state, -critic(state["model"](x)).mean())
+            if run.report(checkpoint, step, state, loss.detach(), batch=x):
+                break
+
+
+# ---- epochs
+
+
+@hiding("the epoch", "counters", every=EPOCH, error=EPOCH + 2)
+def _epoch(run: Run) -> None:
+    """A lost count changes no weight here; ``epoch=`` shows it."""
+    loader, state = StatefulDataLoader(list(examples()), SIZE), new_state()
+    with run.callback() as checkpoint:
+        extras = {"epoch": 0} if run.is_advised else {}
+        _, step = checkpoint.restore_or_initialize(state, data=loader, **extras)
+        for epoch in count(checkpoint.extras.get("epoch", 0)):
+            for batch in loader:
+                step += 1
+                now = epoch + (step % EPOCH == 0)
+                if run.report(checkpoint, step, state, fit(state, batch), data=loader, epoch=now) or step == run.total:
+                    return
+
+
+CALLED_LAST = "Either the loop changes the state after on_step: call it last, after scheduler.step() and averages"
+
+
+@hiding(
+    "a schedule that is stepped after the last save of an epoch",
+    "state",
+    says=CALLED_LAST,
+    every=EPOCH,
+    error=EPOCH + 2,
+)
+def _schedule(run: Run) -> None:
+    loader, state = StatefulDataLoader(list(examples()), SIZE), new_state()
+    optimizer, schedules = state["optimizer"], torch.optim.lr_scheduler  # one of others, which are not named as unsaved
+    halved: list[Any] = [schedules.StepLR(optimizer, 1, 0.5) for _ in range(2)]
+    state["schedule"] = schedules.SequentialLR(optimizer, halved, [2])
+    with run.callback() as checkpoint:
+        _, step = checkpoint.restore_or_initialize(state, data=loader)
+        while step < run.total:
+            for batch in loader:
+                step += 1
+                loss = fit(state, batch)
+                if run.is_advised and step % EPOCH == 0:
+                    state["schedule"].step()
+                if run.report(checkpoint, step, state, loss, data=loader):
+                    return
+            if not run.is_advised:
+                state["schedule"].step()
+
+
+# ---- Lightning
+
+
+class Recorder(lightning.Callback):
+    """Notes what each step gives, and interrupts the run."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+        if trainer.global_step and trainer.global_step == self.run.error:
+            self.run.checkpoint.manager.wait_until_finished()
+            raise InterruptionError
+        if trainer.global_step + 1 == self.run.told:
+            self.run.tell()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        state = {"model": module, "optimizer": trainer.optimizers[0]}
+        self.run.note(trainer.global_step, state, outputs["loss"], batch=batch, epoch=trainer.current_epoch)
+
+
+class Regression(lightning.LightningModule):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        loss = nn.functional.mse_loss(self.layer(batch), batch.sum(1, keepdim=True))
+        self.log("loss", loss)
+        return loss
+
+
+def train_with_lightning(run: Run, loader: Any, layer: nn.Module | None = None) -> None:
+    run.checkpoint = CheckpointCallback(run.directory, save_interval_steps=run.every)
+    limits: dict[str, Any] = {**QUIET, "max_epochs": -1, "max_steps": run.total}
+    trainer = lightning.Trainer(callbacks=[Recorder(run), run.checkpoint], **limits)
+    try:
+        trainer.fit(Regression(layer or nn.Linear(FEATURES, 1)), loader)
+    except SystemExit:
+        run.stopped = True
+
+
+class Placed:
+    """A loader with a state, which begins the next epoch as its iterator ends, if it is advised to."""
+
+    def __init__(self, is_advised: bool) -> None:
+        self.epoch = self.place = 0
+        self.is_resumed, self.is_advised = False, is_advised
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self.is_advised and not self.is_resumed and self.place:
+            self.epoch, self.place = self.epoch + 1, 0
+        self.is_resumed = False
+        batches = examples().roll(self.epoch, 0).split(SIZE)
+        while self.place < EPOCH:
+            self.place += 1
+            yield batches[self.place - 1]
+        if self.is_advised:
+            self.epoch, self.place = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.place, self.is_resumed = state["epoch"], state["place"], True
+
+
+@hiding("a loader with a state in a trainer", "counters", every=EPOCH, error=EPOCH + 2)
+def _loader_in_a_trainer(run: Run) -> None:
+    train_with_lightning(run, Placed(run.is_advised))
+
+
+class Seeded(Buffered):
+    """Seeds a generator of its own as each epoch begins."""
+
+    def __iter__(self) -> Iterator[Any]:
+        self.generator = torch.Generator().manual_seed(int(torch.randint(1 << 62, ())))
+        return super().__iter__()
+
+
+@hiding("draws in the process of the model of a trainer", "batch", "state")
+def _drawing_in_a_trainer(run: Run) -> None:
+    data = (Seeded if run.is_advised else Buffered)(None)
+    train_with_lightning(run, DataLoader(data, SIZE), nn.Sequential(nn.Dropout(0.5), nn.Linear(FEATURES, 1)))
+
+
+@hiding("a number in the module of a trainer", "metrics", "state")
+def _number_in_a_trainer(run: Run) -> None:
+    train_with_lightning(run, loader_of(shuffle=True), Warming(run.is_advised))

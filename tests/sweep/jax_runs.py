@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
-import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import flax.linen as linen
@@ -19,7 +18,7 @@ from flax.training.train_state import TrainState
 
 from holdfast.integrations.flax import CheckpointCallback
 
-from .cases import NEVER, Case, InterruptionError, first_difference, new_directory, run_cases
+from .cases import Case, InterruptionError, Run, bits, difference, new_directory, run_cases
 from .jax_programs import PROGRAMS
 
 TOTAL, BATCHES, FEATURES = 7, 3, 4  # steps, batches of an epoch, features
@@ -194,45 +193,16 @@ STATES = {"tree": _tree, "TrainState": _train_state, "nnx": _nnx}
 # ---- runs
 
 
-class Loop:
-    """One process's worth of a training loop: fresh objects, and perhaps an interruption."""
-
-    def __init__(self, make: Callable[[], Any], step: Callable[[Any, Any], Any]) -> None:
-        self._make, self._step = make, step
-
-    def run(self, directory: str, *, every: int = NEVER, error: int = 0, told: int = 0, total: int = TOTAL) -> Any:
-        """Train, and return the state and the batches as values to compare; None where it was told to stop."""
-        state, batches = self._make(), Batches()
-        with CheckpointCallback(directory, save_interval_steps=every) as checkpoint:
-            state, start = checkpoint.restore_or_initialize(state, data=batches)
-            for step in range(start, total):
-                state = self._step(state, next(batches))
-                if step + 1 == told:
-                    os.kill(os.getpid(), signal.SIGTERM)
-                if checkpoint.on_step(step + 1, state, data=batches).should_stop:
-                    return None
-                if step + 1 == error:
-                    raise InterruptionError
-        return {**bits({"state": state}), "batches": repr(batches.get_state())}
-
-
-def bits(value: Any) -> Any:
-    """Return the type and the bytes of every leaf, by path."""
-    if isinstance(value, dict):
-        return {key: bits(item) for key, item in value.items()}
-    if isinstance(value, nnx.Module | nnx.Optimizer):
-        value = nnx.state(value)
-    found: dict[str, Any] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(value):
-        name = jax.tree_util.keystr(path)
-        if callable(leaf):
-            found[name] = leaf
-            continue
-        is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        array = np.asarray(jax.random.key_data(leaf) if is_key else leaf)
-        kind = f"{type(leaf).__name__}{' weak' if getattr(leaf, 'weak_type', False) else ''}"
-        found[name] = (kind, str(array.dtype), array.shape, array.tobytes())
-    return found
+def run(make: Callable[[], Any], step: Callable[[Any, Any], Any], start: Run) -> Any:
+    """Train, and return the state and the batches as values to compare; None where it was told to stop."""
+    state, batches = make(), Batches()
+    with CheckpointCallback(start.directory, save_interval_steps=start.every) as checkpoint:
+        state, done = checkpoint.restore_or_initialize(state, data=batches)
+        for number in range(done + 1, start.total + 1):
+            state = step(state, next(batches))
+            if start.report(checkpoint, number, state, data=batches):
+                return None
+    return {"state": bits(state), "batches": repr(batches.get_state())}
 
 
 def groups() -> list[tuple[str, str]]:
@@ -242,28 +212,22 @@ def groups() -> list[tuple[str, str]]:
 
 def run_group(state: str, optimizer: str, only: tuple[str, ...] = ()) -> Iterator[Case]:
     """Yield the cases of one state and optimizer, or of one program, whose names contain one of ``only``."""
-    loop = Loop(*(PROGRAMS[optimizer]() if state == PROGRAM else STATES[state](OPTIMIZERS[optimizer]())))
-    whole = loop.run(new_directory())
+    make, step = PROGRAMS[optimizer]() if state == PROGRAM else STATES[state](OPTIMIZERS[optimizer]())
 
-    def interrupted(*interruptions: dict[str, int]) -> Callable[[], str | None]:
-        def run() -> str | None:
-            directory = new_directory()
-            for options in interruptions:
-                try:
-                    if loop.run(directory, **options) is not None and "total" not in options:
-                        raise RuntimeError(f"{options} did not happen")
-                except (InterruptionError, SystemExit):  # A loop that ends in the steps after a signal ends all.
-                    pass
-            return first_difference(loop.run(directory), whole)
+    def start(directory: str, turn: int = 0, *, total: int = TOTAL, **options: int) -> Any:
+        try:
+            return run(make, step, Run(directory, turn, total=total, **options))
+        except (InterruptionError, SystemExit):  # A loop that ends in the steps after a signal ends all.
+            return None
 
-        return run
-
-    cases = {
-        "error after step 2": interrupted({"error": 2, "every": 2}),
-        "steps in part again": interrupted({"error": 5, "every": 2}),
-        "SIGTERM in step 4": interrupted({"told": 4}),
-        "SIGTERM in steps 1 and 6": interrupted({"told": 1}, {"told": 6}),
-        "longer": interrupted({"total": 3}),
-        "finished, and started again": interrupted({"total": TOTAL}),
+    whole = start(new_directory())
+    interruptions: dict[str, list[dict[str, int]]] = {
+        "error after step 2": [{"error": 2, "every": 2}],
+        "steps in part again": [{"error": 5, "every": 2}],
+        "SIGTERM in step 4": [{"told": 4}],
+        "SIGTERM in steps 1 and 6": [{"told": 1}, {"told": 6}],
+        "longer": [{"total": 3}],
+        "finished, and started again": [{"total": TOTAL}],
     }
+    cases = {title: partial(difference, start, whole, *options) for title, options in interruptions.items()}
     yield from run_cases(f"jax/{state}/{optimizer}", cases, only)

@@ -1,6 +1,6 @@
-"""More programs of torch in the form of public repositories, in small: agents, language, images and odd optimizers.
+"""Programs of torch in the form that public repositories give them, in small: all hand over what their next steps need.
 
-Each is named after the repository, or the kind of program, whose loop it has, and hands over what its next steps need.
+Each is named after the repository, or the kind of program, whose loop it has.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -8,133 +8,207 @@ Each is named after the repository, or the kind of program, whose loop it has, a
 from __future__ import annotations
 
 import copy
-import heapq
 import math
 import random
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
 from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, Subset, WeightedRandomSampler, random_split
 
 import holdfast as hf
 
 from .hidden_case import Run, program
-from .hidden_programs import EPOCH, EXAMPLES, FEATURES, SIZE, descend, examples, fit, loss_of, new_state, train
+from .hidden_programs import (
+    EXAMPLES,
+    FEATURES,
+    SIZE,
+    descend,
+    epochs,
+    examples,
+    fit,
+    loader_of,
+    new_state,
+    shuffled,
+    train,
+)
 
 
-def epochs(run: Run, state: dict[str, Any], loader: Any, update: Any, at_end: Any = lambda: None, **more: Any) -> None:
-    """Train in nested loops over epochs; ``update`` returns the loss of a batch, ``at_end`` follows each epoch."""
+@program("nanoGPT: a batch ahead, a rate by iteration, accumulation")
+def _nano_gpt(run: Run) -> None:
+    text = (torch.arange(200) * 7) % 13
+
+    def get_batch() -> tuple[torch.Tensor, torch.Tensor]:
+        starts = torch.randint(len(text) - 5, (3,)).tolist()
+        return torch.stack([text[i : i + 4] for i in starts]), torch.stack([text[i + 1 : i + 5] for i in starts])
+
+    model = nn.Sequential(nn.Embedding(13, 8), nn.Dropout(0.1), nn.Linear(8, 13))
+    groups = [
+        {"params": [p for p in model.parameters() if (p.dim() > 1) == many], "weight_decay": 0.1 * many}
+        for many in (True, False)
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.01)
+    x, y = get_batch()
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer}
     with run.callback() as checkpoint:
-        state, step = checkpoint.restore_or_initialize(state, data=loader, **more)
-        while step < run.total:
-            for batch in loader:
-                loss = update(batch)
-                step += 1
-                if step % EPOCH == 0:
-                    at_end()
-                if run.report(checkpoint, step, state, loss, data=loader, batch=batch, **more):
-                    return
+        state, start = checkpoint.restore_or_initialize(state, batch=(x, y), best=1e9)
+        (x, y), best = checkpoint.extras["batch"], checkpoint.extras["best"]
+        for step in range(start, run.total):
+            for group in optimizer.param_groups:
+                group["lr"] = 0.01 * 0.5 * (1 + math.cos(math.pi * step / run.total))
+            for _ in range(2):
+                loss = nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten()) / 2
+                x, y = get_batch()
+                loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            best = min(best, loss.item())
+            if run.report(checkpoint, step + 1, state, loss, batch=(x, y), best=best):
+                break
 
 
-class SumTree:
-    """Priorities of transitions, and their sums."""
+class EarlyStopping:
+    best_score: float | None = None
+    best_weights: Any = None
+    counter = 0
 
-    def __init__(self, capacity: int) -> None:
-        self.capacity, self.at, self.count = capacity, 0, 0
-        self.tree = np.zeros(2 * capacity - 1)
-        self.data = np.zeros((capacity, FEATURES), np.float32)
-
-    def update(self, index: int, priority: float) -> None:
-        change = priority - self.tree[index]
-        while True:
-            self.tree[index] += change
-            if index == 0:
-                return
-            index = (index - 1) // 2
-
-    def add(self, value: Any, priority: float) -> None:
-        self.data[self.at] = value
-        self.update(self.at + self.capacity - 1, priority)
-        self.at, self.count = (self.at + 1) % self.capacity, min(self.count + 1, self.capacity)
-
-    def get(self, sought: float) -> int:
-        index = 0
-        while index < self.capacity - 1:
-            left = 2 * index + 1
-            index, sought = (left, sought) if sought <= self.tree[left] else (left + 1, sought - self.tree[left])
-        return index
+    def __call__(self, score: float, model: nn.Module) -> None:
+        if self.best_score is None or score < self.best_score:
+            self.best_score, self.best_weights, self.counter = score, copy.deepcopy(model.state_dict()), 0
+        else:
+            self.counter += 1
 
 
-@program("prioritised replay: a tree of sums, a weight that is annealed", is_exact=True)
-def _prioritised(run: Run) -> None:
-    state: dict[str, Any] = {**new_state(), "tree": SumTree(8), "beta": 0.4}
+@program("early stopping with the best weights, and a plateau")
+def _early_stopping(run: Run) -> None:
+    state: dict[str, Any] = {**new_state(), "stopper": EarlyStopping(), "losses": []}
+    state["plateau"] = torch.optim.lr_scheduler.ReduceLROnPlateau(state["optimizer"], patience=0, factor=0.5)
 
-    def update() -> torch.Tensor:
-        tree = state["tree"]
-        tree.add(np.random.randn(FEATURES), 1.0)
-        total = tree.tree[0]
-        chosen = [tree.get(random.uniform(total * i / SIZE, total * (i + 1) / SIZE)) for i in range(SIZE)]
-        x = torch.from_numpy(tree.data[[index - tree.capacity + 1 for index in chosen]])
-        state["beta"] = min(1.0, state["beta"] + 0.03)
-        weights = torch.tensor([(tree.count * tree.tree[i] / total) ** -state["beta"] for i in chosen]).float()
-        errors = (state["model"](x) - x.sum(1, keepdim=True)).square()[:, 0]
-        for index, error in zip(chosen, errors.tolist(), strict=True):
-            tree.update(index, (abs(error) + 0.01) ** 0.6)
-        return descend(state, (weights / weights.max() * errors).mean())
+    def update(batch: torch.Tensor) -> torch.Tensor:
+        loss = fit(state, batch)
+        state["losses"].append(loss.item())
+        return loss
 
-    train(run, state, update)
+    def at_end() -> None:
+        state["plateau"].step(state["losses"][-1])
+        state["stopper"](state["losses"][-1], state["model"])
+
+    epochs(run, state, shuffled(), update, at_end)
 
 
-@program("stable-baselines: a vector of environments, a normaliser of returns", is_exact=True)
-def _vector_of_environments(run: Run) -> None:
-    environments = [{"place": 0.0, "generator": np.random.default_rng(seed), "steps": 0} for seed in range(3)]
-    state: dict[str, Any] = {**new_state(), "environments": environments, "mean": np.zeros(FEATURES), "count": 1e-4}
+class Pole:
+    def __init__(self) -> None:
+        self.observation = np.zeros(2, np.float32)
 
-    def update() -> torch.Tensor:
-        rows = []
-        for one in state["environments"]:
-            one["place"] = 0.9 * one["place"] + one["generator"].normal()
-            one["steps"] = (one["steps"] + 1) % 7
-            rows.append([one["place"], one["steps"], one["generator"].random(), 1.0])
-        seen = np.array(rows)
-        state["count"] += len(seen)
-        state["mean"] += (seen - state["mean"]).sum(0) / state["count"]
-        return fit(state, torch.from_numpy(seen - state["mean"]).float())
-
-    train(run, state, update)
+    def step(self, action: int) -> tuple[Any, float]:
+        push = 0.1 * (2 * action - 1) + 0.01 * np.random.randn()
+        self.observation = (self.observation * 0.9 + np.array([push, random.random() * 0.1])).astype(np.float32)
+        return self.observation, float(-np.abs(self.observation).sum())
 
 
-@program("TD3: noise of its own process, an actor that is updated every other step", is_exact=True)
-def _delayed(run: Run) -> None:
-    actor, critic = nn.Linear(FEATURES, 1), nn.Linear(FEATURES + 1, 1)
-    state: dict[str, Any] = {"actor": actor, "critic": critic, "target": copy.deepcopy(critic), "noise": np.zeros(1)}
-    state["actor_optimizer"] = torch.optim.Adam(actor.parameters(), 0.01)
-    state["critic_optimizer"] = torch.optim.Adam(critic.parameters(), 0.01)
-    state["updates"] = 0
+@program("CleanRL: PPO with shuffled minibatches and a normalised reward")
+def _ppo(run: Run) -> None:
+    actor = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 2))
+    state: dict[str, Any] = {
+        "actor": actor,
+        "optimizer": torch.optim.Adam(actor.parameters(), lr=0.01, eps=1e-5),
+        "env": Pole(),
+        "returns": {"mean": 0, "count": 0},
+    }
+    with run.callback() as checkpoint:
+        state, start = checkpoint.restore_or_initialize(state, following=torch.zeros(2))
+        following = checkpoint.extras["following"]
+        for update in range(start, run.total):
+            state["optimizer"].param_groups[0]["lr"] = 0.01 * (1 - update / run.total)
+            seen, chosen, logs, rewards = [], [], [], []
+            for _ in range(6):
+                policy = torch.distributions.Categorical(logits=actor(following))
+                action = policy.sample()
+                seen.append(following)
+                chosen.append(action)
+                logs.append(policy.log_prob(action).detach())
+                after, reward = state["env"].step(int(action))
+                following = torch.from_numpy(after.copy())
+                rewards.append(reward)
+            returns = state["returns"]
+            returns["count"] += 1
+            returns["mean"] += (np.mean(rewards) - returns["mean"]) / returns["count"]
+            advantages = torch.tensor(rewards) - float(returns["mean"])
+            order = np.arange(6)
+            for _ in range(2):
+                np.random.shuffle(order)
+                for picked in (order[:3], order[3:]):
+                    policy = torch.distributions.Categorical(logits=actor(torch.stack(seen)[picked]))
+                    ratio = (policy.log_prob(torch.stack(chosen)[picked]) - torch.stack(logs)[picked]).exp()
+                    loss = -(ratio.clamp(0.8, 1.2) * advantages[picked]).mean() - 0.01 * policy.entropy().mean()
+                    descend(state, loss)
+            if run.report(checkpoint, update + 1, state, loss.detach(), following=following):
+                break
 
-    def update() -> torch.Tensor:
-        state["noise"] += 0.15 * (0 - state["noise"]) + 0.2 * np.random.randn(1)
-        x = torch.randn(SIZE, FEATURES)
+
+class Contrast(nn.Module):
+    queue: torch.Tensor
+    pointer: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(FEATURES, 3), nn.Linear(FEATURES, 3)
+        self.key.load_state_dict(self.query.state_dict())
+        self.register_buffer("queue", nn.functional.normalize(torch.randn(3, 6), dim=0))
+        self.register_buffer("pointer", torch.zeros(1, dtype=torch.long))
+
+    def forward(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        query = nn.functional.normalize(self.query(one))
         with torch.no_grad():
-            action = torch.tanh(actor(x)) + torch.from_numpy(state["noise"]).float()
-            aim = x.sum(1, keepdim=True) + 0.5 * state["target"](torch.cat([x, action], 1))
-        loss = nn.functional.mse_loss(critic(torch.cat([x, action], 1)), aim)
-        descend({"optimizer": state["critic_optimizer"]}, loss)
-        state["updates"] += 1
-        if state["updates"] % 2 == 0:
-            descend({"optimizer": state["actor_optimizer"]}, -critic(torch.cat([x, torch.tanh(actor(x))], 1)).mean())
-            for slow, fast in zip(state["target"].parameters(), critic.parameters(), strict=True):
+            for slow, fast in zip(self.key.parameters(), self.query.parameters(), strict=True):
                 slow.data.mul_(0.9).add_(fast.data, alpha=0.1)
-        return loss.detach()
+            keys = nn.functional.normalize(self.key(other))
+        logits = torch.cat([(query * keys).sum(1, keepdim=True), query @ self.queue.clone()], 1)
+        at = int(self.pointer)
+        self.queue[:, at : at + len(keys)] = keys.T
+        self.pointer[0] = (at + len(keys)) % self.queue.shape[1]
+        return nn.functional.cross_entropy(logits / 0.2, torch.zeros(len(keys), dtype=torch.long))
+
+
+@program("MoCo: a queue of keys, a momentum encoder, two views")
+def _moco(run: Run) -> None:
+    model = Contrast()
+    state: dict[str, Any] = {"model": model, "optimizer": torch.optim.SGD(model.query.parameters(), 0.05, momentum=0.9)}
+    state["schedule"] = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(state["optimizer"], 3)
+    batches = hf.skip_to(loader_of(shuffle=True))
+
+    def update() -> tuple[torch.Tensor, torch.Tensor]:
+        batch = next(batches)
+        views = [batch + 0.1 * torch.randn_like(batch) for _ in range(2)]
+        loss = descend(state, model(*views))
+        state["schedule"].step()
+        return loss, batch
+
+    train(run, state, update, data=batches)
+
+
+@program("self-play: a window of games, sampled without replacement")
+def _self_play(run: Run) -> None:
+    state: dict[str, Any] = {**new_state(), "games": deque(maxlen=8), "elo": {"now": 0, "best": None}}
+
+    def update() -> torch.Tensor:
+        with torch.no_grad():
+            game = torch.randn(FEATURES)
+            state["games"].append(game + 0.01 * state["model"](game))
+        chosen = random.sample(list(state["games"]), min(SIZE, len(state["games"])))
+        loss = fit(state, torch.stack(chosen))
+        elo = state["elo"]
+        elo["now"] = 0.9 * elo["now"] - loss.item()
+        elo["best"] = elo["now"] if elo["best"] is None else max(elo["best"], elo["now"])
+        return loss
 
     train(run, state, update)
 
 
-@program("AlphaZero: a tree of visits in dictionaries, moves by temperature", is_exact=True)
+@program("AlphaZero: a tree of visits in dictionaries, moves by temperature")
 def _tree_search(run: Run) -> None:
     state: dict[str, Any] = {**new_state(), "visits": {}, "values": {}, "games": []}
 
@@ -152,40 +226,7 @@ def _tree_search(run: Run) -> None:
     train(run, state, update)
 
 
-@program("fairseq's form: length buckets, an order by epoch, a scaler that backs off", is_exact=True)
-def _buckets(run: Run) -> None:
-    lengths = [1 + 3 * index % 4 for index in range(EXAMPLES)]
-    state: dict[str, Any] = {**new_state(), "scale": 128.0, "good": 0}
-    values = examples()
-
-    def update(epoch: int, at: int) -> torch.Tensor:
-        order = np.random.RandomState(1 + epoch).permutation(EXAMPLES)
-        order = order[np.argsort([lengths[index] for index in order], kind="mergesort")]
-        batches = [order[start : start + SIZE] for start in range(0, EXAMPLES, SIZE)]
-        np.random.RandomState(100 + epoch).shuffle(batches)
-        loss = loss_of(state, values[batches[at]])
-        state["optimizer"].zero_grad()
-        (loss * state["scale"]).backward()
-        if (epoch * EPOCH + at) % 7 == 3:  # an overflow
-            state["scale"], state["good"] = state["scale"] / 2, 0
-        else:
-            for parameter in state["model"].parameters():
-                parameter.grad /= state["scale"]
-            state["optimizer"].step()
-            state["good"] += 1
-            state["scale"] *= 2 if state["good"] % 5 == 0 else 1
-        return loss.detach()
-
-    with run.callback() as checkpoint:
-        state, step = checkpoint.restore_or_initialize(state)
-        while step < run.total:
-            loss = update(*divmod(step, EPOCH))
-            step += 1
-            if run.report(checkpoint, step, state, loss, epoch=(step - 1) // EPOCH):
-                break
-
-
-@program("word language model: a hidden state that is carried over batches", is_exact=True)
+@program("word language model: a hidden state that is carried over batches")
 def _carried(run: Run) -> None:
     text = (torch.arange(120) * 5) % 11
     columns = text.view(4, -1).t().contiguous()
@@ -209,91 +250,7 @@ def _carried(run: Run) -> None:
                 break
 
 
-@program("word2vec: sparse gradients, negatives by frequency", is_exact=True)
-def _word2vec(run: Run) -> None:
-    words = nn.Embedding(20, 4, sparse=True)
-    state: dict[str, Any] = {"model": words, "optimizer": torch.optim.SparseAdam(words.parameters(), 0.05)}
-    counts = Counter({word: 1 + word % 5 for word in range(20)})
-    state["counts"] = dict(counts)
-
-    def update() -> torch.Tensor:
-        chances = np.array([state["counts"][word] for word in range(20)]) ** 0.75
-        centre, context = torch.randint(20, (2, 3))
-        negatives = torch.from_numpy(np.random.choice(20, (3, 2), p=chances / chances.sum()))
-        close = (words(centre) * words(context)).sum(1)
-        far = (words(centre)[:, None] * words(negatives)).sum(2)
-        for word in centre.tolist():
-            state["counts"][word] += 1
-        return descend(state, -nn.functional.logsigmoid(close).mean() - nn.functional.logsigmoid(-far).mean())
-
-    train(run, state, update)
-
-
-@program("VQ-VAE: a codebook of averages, dead codes that are drawn again", is_exact=True)
-def _codebook(run: Run) -> None:
-    class Codebook(nn.Module):
-        codes: torch.Tensor
-        sizes: torch.Tensor
-        sums: torch.Tensor
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.encode, self.decode = nn.Linear(FEATURES, 3), nn.Linear(3, FEATURES)
-            self.register_buffer("codes", torch.randn(5, 3))
-            self.register_buffer("sizes", torch.ones(5))
-            self.register_buffer("sums", torch.randn(5, 3))
-
-        def forward(self, x: Any) -> Any:
-            z = self.encode(x)
-            nearest = torch.cdist(z, self.codes).argmin(1)
-            hot = nn.functional.one_hot(nearest, 5).float()
-            with torch.no_grad():
-                self.sizes.mul_(0.8).add_(hot.sum(0), alpha=0.2)
-                self.sums.mul_(0.8).add_(hot.t() @ z, alpha=0.2)
-                self.codes.copy_(self.sums / self.sizes[:, None].clamp(min=1e-3))
-                dead = self.sizes < 0.1
-                self.codes[dead] = torch.randn(int(dead.sum()), 3)
-            straight = z + (self.codes[nearest] - z).detach()
-            return nn.functional.mse_loss(self.decode(straight), x)
-
-    model = Codebook()
-    state: dict[str, Any] = {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), 0.01)}
-    loader: Any = hf.resumable(DataLoader(examples(), batch_size=SIZE, shuffle=True))  # type: ignore[arg-type]
-    epochs(run, state, loader, lambda batch: descend(state, model(batch)))
-
-
-@program("StyleGAN's augmentation: a chance that follows the critic's signs", is_exact=True)
-def _augmented(run: Run) -> None:
-    generator, critic = nn.Linear(2, FEATURES), nn.Linear(FEATURES, 1)
-    state: dict[str, Any] = {"g": generator, "d": critic, "p": torch.zeros(()), "signs": deque(maxlen=4)}
-    state["g_optimizer"] = torch.optim.Adam(generator.parameters(), 0.01, betas=(0.0, 0.99))
-    state["d_optimizer"] = torch.optim.Adam(critic.parameters(), 0.01, betas=(0.0, 0.99))
-    state["average"] = torch.zeros(2)  # of latents
-
-    def augmented(x: torch.Tensor) -> torch.Tensor:
-        flips = torch.rand(len(x), 1) < state["p"]
-        return torch.where(flips, -x, x)
-
-    def update(batch: torch.Tensor) -> torch.Tensor:
-        latent = torch.randn(SIZE, 2)
-        state["average"].lerp_(latent.mean(0), 0.1)
-        fake = generator(latent)
-        critical = critic(augmented(batch))
-        loss = (
-            nn.functional.softplus(critic(augmented(fake.detach()))).mean() + nn.functional.softplus(-critical).mean()
-        )
-        descend({"optimizer": state["d_optimizer"]}, loss)
-        state["signs"].append(float(critical.detach().sign().mean()))
-        change = 0.05 * math.copysign(1, sum(state["signs"]) / len(state["signs"]) - 0.6)
-        state["p"].add_(change).clamp_(0, 1)
-        descend({"optimizer": state["g_optimizer"]}, nn.functional.softplus(-critic(augmented(fake))).mean())
-        return loss.detach()
-
-    loader: Any = hf.resumable(DataLoader(examples(), batch_size=SIZE, shuffle=True))  # type: ignore[arg-type]
-    epochs(run, state, loader, update)
-
-
-@program("knowledge distillation: a frozen teacher, a temperature that cools at each epoch", is_exact=True)
+@program("knowledge distillation: a frozen teacher, a temperature that cools at each epoch")
 def _distillation(run: Run) -> None:
     teacher = nn.Linear(FEATURES, 3).requires_grad_(False)
     student = nn.Sequential(nn.Linear(FEATURES, 4), nn.Dropout(0.2), nn.Linear(4, 3))
@@ -310,11 +267,10 @@ def _distillation(run: Run) -> None:
         state["schedule"].step()
         state["temperature"] = max(1.0, 0.8 * state["temperature"])
 
-    loader: Any = hf.resumable(DataLoader(examples(), batch_size=SIZE, shuffle=True))  # type: ignore[arg-type]
-    epochs(run, state, loader, update, at_end)
+    epochs(run, state, shuffled(), update, at_end)
 
 
-@program("cross-validation by random_split, a weighted sampler with a generator", is_exact=True)
+@program("cross-validation by random_split, a weighted sampler with a generator")
 def _weighted(run: Run) -> None:
     parts = random_split(range(EXAMPLES), [6, 4], torch.Generator().manual_seed(1))  # type: ignore[arg-type, var-annotated]
     both: Any = ConcatDataset([Subset(examples(), list(part.indices)) for part in parts])  # type: ignore[arg-type]
@@ -326,42 +282,7 @@ def _weighted(run: Run) -> None:
     epochs(run, state, loader, lambda batch: fit(state, batch))
 
 
-@program("active learning: a pool of indices, the uncertain ones are labelled", is_exact=True)
-def _active(run: Run) -> None:
-    values = examples()
-    state: dict[str, Any] = {**new_state(), "labelled": [0, 1], "pool": list(range(2, EXAMPLES))}
-
-    def update() -> torch.Tensor:
-        chosen = np.random.choice(state["labelled"], SIZE)
-        loss = fit(state, values[chosen])
-        if state["pool"] and len(state["labelled"]) < 8:
-            with torch.no_grad():
-                scores = (state["model"](values[state["pool"]])[:, 0] + 0.1 * torch.randn(len(state["pool"]))).abs()
-            state["labelled"].append(state["pool"].pop(int(scores.argmin())))
-        return loss
-
-    train(run, state, update)
-
-
-@program("OHEM: a heap of hard examples, drawn with fresh ones", is_exact=True)
-def _heap(run: Run) -> None:
-    values = examples()
-    state: dict[str, Any] = {**new_state(), "heap": []}
-
-    def update() -> torch.Tensor:
-        fresh = random.sample(range(EXAMPLES), 2)
-        hard = [heapq.heappop(state["heap"])[1] for _ in range(min(1, len(state["heap"])))]
-        chosen = [*fresh, *hard]
-        errors = (state["model"](values[chosen])[:, 0] - values[chosen].sum(1)).square()
-        for index, error in zip(chosen, errors.tolist(), strict=True):
-            heapq.heappush(state["heap"], [-error, index])
-        state["heap"] = heapq.nsmallest(6, state["heap"])
-        return descend(state, errors.mean())
-
-    train(run, state, update)
-
-
-@program("federated averaging: clients with optimizers of their own, some of them each round", is_exact=True)
+@program("federated averaging: clients with optimizers of their own, some of them each round")
 def _federated(run: Run) -> None:
     values = examples()
     server = nn.Linear(FEATURES, 1)
@@ -387,38 +308,7 @@ def _federated(run: Run) -> None:
     train(run, state, update)
 
 
-@program("gradual pruning: masks of weights, tighter every few steps", is_exact=True)
-def _pruned(run: Run) -> None:
-    class Masked(nn.Module):
-        mask: torch.Tensor
-
-        def __init__(self, shape: torch.Size) -> None:
-            super().__init__()
-            self.register_buffer("mask", torch.ones(shape))
-
-        def forward(self, weight: Any) -> Any:
-            return weight * self.mask
-
-    layer = nn.Linear(FEATURES, 6)
-    parametrize.register_parametrization(layer, "weight", Masked(layer.weight.shape))
-    model = nn.Sequential(layer, nn.Tanh(), nn.Linear(6, 1))
-    state: dict[str, Any] = {"model": model, "optimizer": torch.optim.RMSprop(model.parameters(), 0.01)}
-    state["sparsity"] = 0.0
-
-    def update() -> torch.Tensor:
-        x = torch.randn(SIZE, FEATURES)
-        loss = fit(state, x)
-        state["sparsity"] = min(0.6, state["sparsity"] + 0.05)
-        mask: Any = layer.parametrizations["weight"][0]  # type: ignore[index]
-        with torch.no_grad():
-            weight = layer.weight.abs()
-            mask.mask.copy_((weight > weight.flatten().quantile(state["sparsity"])).float())
-        return loss
-
-    train(run, state, update)
-
-
-@program("loss weights by uncertainty, GradNorm's first losses, several schedules", is_exact=True)
+@program("loss weights by uncertainty, GradNorm's first losses, several schedules")
 def _multi_task(run: Run) -> None:
     trunk, heads = nn.Linear(FEATURES, 4), nn.ModuleList([nn.Linear(4, 1) for _ in range(2)])
     weights = nn.Parameter(torch.zeros(2))
@@ -440,98 +330,10 @@ def _multi_task(run: Run) -> None:
         state["schedule"].step()
         return loss
 
-    loader: Any = hf.resumable(DataLoader(examples(), batch_size=SIZE, shuffle=True))  # type: ignore[arg-type]
-    epochs(run, state, loader, update)
+    epochs(run, state, shuffled(), update)
 
 
-@program("neural style: an image is the parameter, L-BFGS with its closures", is_exact=True)
-def _lbfgs(run: Run) -> None:
-    features = nn.Linear(FEATURES, 6).requires_grad_(False)
-    image = nn.Parameter(torch.randn(3, FEATURES))
-    optimizer = torch.optim.LBFGS([image], lr=0.3, max_iter=2, history_size=4)
-    state: dict[str, Any] = {"image": image, "features": features, "optimizer": optimizer}
-
-    def update() -> torch.Tensor:
-        noise = 0.01 * torch.randn(3, FEATURES)
-
-        def closure() -> torch.Tensor:
-            optimizer.zero_grad()
-            seen = features(image + noise)
-            loss: torch.Tensor = (seen.t() @ seen - torch.eye(6)).square().mean()
-            loss.backward()
-            return loss
-
-        found: torch.Tensor = optimizer.step(closure).detach()
-        return found
-
-    train(run, state, update)
-
-
-@program("Langevin dynamics: samples that are kept for the next step, a temperature", is_exact=True)
-def _energy(run: Run) -> None:
-    energy = nn.Sequential(nn.Linear(FEATURES, 8), nn.SiLU(), nn.Linear(8, 1))
-    state: dict[str, Any] = {"model": energy, "optimizer": torch.optim.Adamax(energy.parameters(), 0.01)}
-    state["buffer"] = torch.rand(8, FEATURES)
-
-    def update(batch: torch.Tensor) -> torch.Tensor:
-        chosen = torch.randint(8, (SIZE,))
-        fresh = torch.rand(SIZE, 1) < 0.05
-        samples = torch.where(fresh, torch.rand(SIZE, FEATURES), state["buffer"][chosen]).requires_grad_()
-        for _ in range(3):
-            (slope,) = torch.autograd.grad(energy(samples).sum(), samples)
-            samples = (samples - 0.1 * slope + 0.01 * torch.randn_like(samples)).detach().requires_grad_()
-        state["buffer"][chosen] = samples.detach()
-        high, low = energy(samples.detach()), energy(batch)
-        return descend(state, (low - high).mean() + 0.1 * (low.square() + high.square()).mean())
-
-    loader: Any = hf.resumable(DataLoader(examples(), batch_size=SIZE, shuffle=True))  # type: ignore[arg-type]
-    epochs(run, state, loader, update)
-
-
-@program("PyG: a temporal graph, memories and last neighbours of nodes, emptied at each epoch", is_exact=True)
-def _temporal_graph(run: Run) -> None:
-    times = torch.arange(EXAMPLES)
-    sources, targets, messages = 7 * times % 4, 4 + 5 * times % 4, examples()  # between four users and four items
-    memory, embed, link = nn.GRUCell(FEATURES + 3, 3), nn.Linear(6, 3), nn.Bilinear(3, 3, 1)
-    model = nn.ModuleList([memory, embed, link])
-    state: dict[str, Any] = {"model": model, "optimizer": torch.optim.Adam(model.parameters(), 0.02), "events": {}}
-    state |= {"memories": torch.zeros(8, 3), "updated": torch.zeros(8), "neighbours": torch.full((8, 2), -1)}
-
-    def remembered() -> torch.Tensor:
-        values = list(state["memories"])
-        for node, message in state["events"].items():
-            values[node] = memory(message[None], values[node][None])[0]
-        return torch.stack(values)
-
-    def update() -> torch.Tensor:
-        start = state["optimizer"].state[embed.weight].get("step", torch.zeros(())).int().item() % EPOCH * SIZE
-        if start == 0:
-            state["events"].clear()
-            state["memories"].zero_()
-            state["updated"].zero_()
-            state["neighbours"].fill_(-1)
-        now = slice(start, start + SIZE)
-        values = remembered()
-        near = torch.where(state["neighbours"][:, :, None] < 0, 0, values[state["neighbours"]]).mean(1)
-        ages = torch.exp(-(start - state["updated"]) / EXAMPLES)[:, None]
-        seen = torch.tanh(embed(torch.cat([values, near * ages], 1)))
-        close, far = (
-            link(seen[sources[now]], seen[targets[now]]),
-            link(seen[sources[now]], seen[torch.randint(4, 8, (SIZE,))]),
-        )
-        loss = descend(state, (nn.functional.softplus(-close) + nn.functional.softplus(far)).mean())
-        state["memories"].copy_(values.detach())
-        for time, source, target in zip(times[now].tolist(), sources[now].tolist(), targets[now].tolist(), strict=True):
-            for node, other in ((source, target), (target, source)):
-                state["events"][node] = torch.cat([messages[time], values[other].detach()])
-                state["updated"][node] = time
-                state["neighbours"][node] = torch.tensor([other, int(state["neighbours"][node, 0])])
-        return loss
-
-    train(run, state, update)
-
-
-@program("gaussian-splatting: points that are split and pruned, moments that follow them", is_exact=True)
+@program("gaussian-splatting: points that are split and pruned, moments that follow them")
 def _splatting(run: Run) -> None:
     views = examples()
     rates = {"places": 0.02, "opacities": 0.05}

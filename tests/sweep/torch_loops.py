@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 import random
-import signal
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,54 +17,10 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 import holdfast as hf
 
-from .cases import NEVER, InterruptionError
-from .torch_programs import FEATURES, Replay, backward, batch, network, update
+from .cases import Run
+from .torch_programs import FEATURES, backward, batch, network, update
 
 TOTAL = 12
-
-
-@dataclass
-class Run:
-    """One start of a program: where it saves, and what happens to it.
-
-    Attributes:
-        directory: The directory of its checkpoints.
-        turn: How many starts there were before it; each has another seed, as programs have that set none.
-        every: After how many steps it saves.
-        error: The step after which it fails.
-        told: The step in which SIGTERM comes.
-        total: How many steps it trains.
-        stopped: Whether it was asked to stop, and did.
-    """
-
-    directory: str
-    turn: int = 0
-    every: int = NEVER
-    error: int = 0
-    told: int = 0
-    total: int = TOTAL
-    stopped: bool = False
-
-    def seed(self) -> None:
-        """Seed the global generators."""
-        for generator in (torch.manual_seed, np.random.seed, random.seed):
-            generator(1 + self.turn)
-
-    def callback(self, part: str = "") -> hf.CheckpointCallback:
-        """Return the callback of the program, or of one of its parts."""
-        return hf.CheckpointCallback(f"{self.directory}{part}", save_interval_steps=self.every)
-
-    def report(
-        self, checkpoint: hf.CheckpointCallback, step: int, state: Any, *, before: int = 0, **extras: Any
-    ) -> bool:
-        """Report a step, and return whether to leave the loop; ``before`` is the number of steps of earlier loops."""
-        if before + step == self.told:
-            os.kill(os.getpid(), signal.SIGTERM)
-        self.stopped = checkpoint.on_step(step, state, **extras).should_stop
-        if before + step == self.error:
-            raise InterruptionError
-        return self.stopped
-
 
 Loop = Callable[[Run], Any]  # trains, and returns everything that has to be equal
 
@@ -81,6 +34,17 @@ def _fit(state: Any, x: torch.Tensor) -> None:
     state["optimizer"].zero_grad()
     backward(loss)
     state["optimizer"].step()
+
+
+def train(run: Run, state: Any, step: Callable[[Any, int], object], **extras: Any) -> Any:
+    """Train with a function that does a step with the state, and return the state."""
+    with run.callback() as checkpoint:
+        state, start = checkpoint.restore_or_initialize(state, **extras)
+        for number in range(start + 1, run.total + 1):
+            step(state, number)
+            if run.report(checkpoint, number, state, **extras):
+                break
+    return state
 
 
 # ---- data loaders
@@ -131,9 +95,8 @@ def _stateful(run: Run, dataset: Callable[[], Any], **options: Any) -> Any:
     loader = loaders.StatefulDataLoader(dataset(), batch_size=3, **options)
     with run.callback() as checkpoint:
         state, step = checkpoint.restore_or_initialize(_new_state(network()), data=loader)
-        for _ in range(
-            step // 4, 3 + (dataset is Lines)
-        ):  # The first loop over a stream that had ended yields nothing.
+        # The first loop over a stream that had ended yields nothing.
+        for _ in range(step // 4, 3 + (dataset is Lines)):
             for x in loader:
                 _fit(state, x)
                 step += 1
@@ -146,13 +109,7 @@ def _skipped(run: Run) -> Any:
     run.seed()
     sampler: Any = DistributedSampler(Examples(), num_replicas=1, rank=0, seed=3)
     batches = hf.skip_to(DataLoader(Examples(noise=True), batch_size=3, sampler=sampler))
-    with run.callback() as checkpoint:
-        state, start = checkpoint.restore_or_initialize(_new_state(network()), data=batches)
-        for step in range(start + 1, run.total + 1):
-            _fit(state, next(batches))
-            if run.report(checkpoint, step, state, data=batches):
-                break
-    return state
+    return train(run, _new_state(network()), lambda state, _: _fit(state, next(batches)), data=batches)
 
 
 def _resumable(run: Run, redraw: Any = "batches", **options: Any) -> Any:
@@ -193,21 +150,16 @@ def _in_memory(run: Run) -> Any:
 def _generators(run: Run) -> Any:
     """Draws from the generators of torch, numpy and Python, and from some of its own."""
     run.seed()
-    own: dict[str, Any] = {
-        "numpy": np.random.default_rng(1),
-        "python": random.Random(2),
-        "torch": torch.Generator().manual_seed(3),
-    }
-    with run.callback() as checkpoint:
-        state, start = checkpoint.restore_or_initialize(_new_state(network()), **own)
-        for step in range(start + 1, run.total + 1):
-            order = np.arange(FEATURES)
-            np.random.shuffle(order)
-            x = batch()[0][:, order] + random.gauss(0, 1) + float(own["numpy"].normal()) * own["python"].random()
-            _fit(state, x + torch.randn(1, generator=own["torch"]))
-            if run.report(checkpoint, step, state, **own):
-                break
-    return {**state, "own": [own["numpy"], own["python"], own["torch"].get_state()]}
+    own, python, torch_own = np.random.default_rng(1), random.Random(2), torch.Generator().manual_seed(3)
+
+    def step(state: Any, _: int) -> None:
+        order = np.arange(FEATURES)
+        np.random.shuffle(order)
+        x = batch()[0][:, order] + random.gauss(0, 1) + float(own.normal()) * python.random()
+        _fit(state, x + torch.randn(1, generator=torch_own))
+
+    state = train(run, _new_state(network()), step, numpy=own, python=python, torch=torch_own)
+    return {**state, "own": [own, python, torch_own]}
 
 
 # ---- states that depend on the step
@@ -242,15 +194,8 @@ def _activation_checkpointing(run: Run) -> Any:
     model = nn.Sequential(nn.Linear(FEATURES, 8), nn.Sequential(nn.Tanh(), nn.Linear(8, 8)), nn.Linear(8, 1))
     if run.turn % 2:
         model[1] = checkpoint_wrapper.checkpoint_wrapper(model[1])
-    state = _new_state(model)
-    with run.callback() as checkpoint:
-        _, start = checkpoint.restore_or_initialize(state)
-        for step in range(start + 1, run.total + 1):
-            update(model, state["optimizer"])
-            if run.report(checkpoint, step, state):
-                break
-    parameters = [one.detach() for one in model.parameters()]
-    return {"parameters": parameters, "optimizer": state["optimizer"]}
+    state = train(run, _new_state(model), lambda state, _: update(model, state["optimizer"]))
+    return {"parameters": list(model.parameters()), "optimizer": state["optimizer"]}
 
 
 # ---- several runs in one program
@@ -278,57 +223,6 @@ def _pretrained(run: Run) -> Any:
     return [first, second]
 
 
-def _folds(run: Run) -> Any:
-    """A model for each of three folds, with a directory of its own."""
-    run.seed()
-    scores = []
-    for fold in range(3):
-        state = _new_state(network())
-        with run.callback(f"-fold-{fold}") as checkpoint:
-            _, start = checkpoint.restore_or_initialize(state)
-            for step in range(start + 1, min(3, run.total - 3 * fold) + 1):
-                _fit(state, Examples().values[fold::3] + 0.1 * torch.randn(4, FEATURES))
-                if run.report(checkpoint, step, state, before=3 * fold):
-                    return state
-        scores.append([one.detach() for one in state["model"].parameters()])
-    return scores
-
-
-def _early_stopping(run: Run) -> Any:
-    """Counts in a plain dictionary and in extras what decides how the loop continues."""
-    run.seed()
-    state: Any = {**_new_state(network()), "progress": {"best": float("inf"), "waited": 0, "losses": []}}
-    with run.callback() as checkpoint:
-        _, start = checkpoint.restore_or_initialize(state, temperature=1.0)
-        temperature = checkpoint.extras["temperature"]
-        for step in range(start + 1, run.total + 1):
-            loss = float(update(state["model"], state["optimizer"]))
-            progress = state["progress"]
-            progress["losses"].append(loss)
-            progress["waited"] = 0 if loss < progress["best"] else progress["waited"] + 1
-            progress["best"] = min(loss, progress["best"])
-            temperature *= 0.9 if progress["waited"] else 1.0
-            state["optimizer"].param_groups[0]["lr"] = 0.05 * temperature
-            if run.report(checkpoint, step, state, temperature=temperature):
-                break
-    return {**state, "temperature": temperature}
-
-
-def _object_extra(run: Run) -> Any:
-    """A buffer of the program among the extras' state, beside a model that is the state itself."""
-    run.seed()
-    model, replay = network(), Replay()
-    state = {"model": model, "replay": replay, "optimizer": torch.optim.Adam(model.parameters(), lr=0.05)}
-    with run.callback() as checkpoint:
-        _, start = checkpoint.restore_or_initialize(state)
-        for step in range(start + 1, run.total + 1):
-            replay.add(np.random.normal(size=(5, FEATURES)).astype(np.float32))
-            _fit(state, replay.sample())
-            if run.report(checkpoint, step, state):
-                break
-    return state
-
-
 # ---- other libraries around the loop
 
 
@@ -341,20 +235,16 @@ def _accelerated(run: Run) -> Any:
     schedule = torch.optim.lr_scheduler
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     prepared = accelerator.prepare(model, optimizer, schedule.LambdaLR(optimizer, lambda step: 1 / (1 + step)))
-    state = dict(zip(("model", "optimizer", "schedule"), prepared, strict=True))
-    with run.callback() as checkpoint:
-        _, start = checkpoint.restore_or_initialize(state)
-        for step in range(start + 1, run.total + 1):
-            for _ in range(2):
-                x, y = batch()
-                with accelerator.accumulate(state["model"]):
-                    accelerator.backward(nn.functional.mse_loss(state["model"](x), y))
-                    state["optimizer"].step()
-                    state["schedule"].step()
-                    state["optimizer"].zero_grad()
-            if run.report(checkpoint, step, state):
-                break
-    return state
+
+    def step(state: Any, _: int) -> None:
+        for x, y in (batch(), batch()):
+            with accelerator.accumulate(state["model"]):
+                accelerator.backward(nn.functional.mse_loss(state["model"](x), y))
+                state["optimizer"].step()
+                state["schedule"].step()
+                state["optimizer"].zero_grad()
+
+    return train(run, dict(zip(("model", "optimizer", "schedule"), prepared, strict=True)), step)
 
 
 def _fabric(run: Run) -> Any:
@@ -362,17 +252,14 @@ def _fabric(run: Run) -> Any:
     run.seed()
     model = network()
     model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=0.05))
-    state = {"model": model, "optimizer": optimizer}
-    with run.callback() as checkpoint:
-        _, start = checkpoint.restore_or_initialize(state)
-        for step in range(start + 1, run.total + 1):
-            x, y = batch()
-            optimizer.zero_grad()
-            fabric.backward(nn.functional.mse_loss(model(x), y))
-            optimizer.step()
-            if run.report(checkpoint, step, state):
-                break
-    return state
+
+    def step(*_: Any) -> None:
+        x, y = batch()
+        optimizer.zero_grad()
+        fabric.backward(nn.functional.mse_loss(model(x), y))
+        optimizer.step()
+
+    return train(run, {"model": model, "optimizer": optimizer}, step)
 
 
 def _noisy() -> Examples:
@@ -400,9 +287,6 @@ LOOPS: dict[str, Loop] = {
     "a group that is added": _groups_added,
     "activation checkpointing": _activation_checkpointing,
     "pretraining and finetuning": _pretrained,
-    "folds": _folds,
-    "early stopping": _early_stopping,
-    "objects beside the model": _object_extra,
     "Fabric": _fabric,
 }
 if importlib.util.find_spec("accelerate") is not None:

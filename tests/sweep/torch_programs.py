@@ -5,7 +5,6 @@ Each is a function that makes the objects of a training loop, and a function tha
 
 from __future__ import annotations
 
-import copy
 import importlib
 import importlib.util
 import random
@@ -434,53 +433,12 @@ def _averaged(average: Callable[[nn.Module], Any]) -> Program:
 _exponential: Any = getattr(swa_utils, "get_ema_multi_avg_fn")(0.9)  # noqa: B009  # it has no types
 
 
-def _teacher() -> Program:
-    """A teacher that follows its student, as a copy that takes no gradients."""
-
-    def make() -> State:
-        student = network()
-        teacher = copy.deepcopy(student).eval().requires_grad_(False)
-        return {"student": student, "teacher": teacher, "optimizer": torch.optim.AdamW(student.parameters(), lr=0.05)}
-
-    @torch.no_grad()
-    def follow(state: State) -> None:
-        for mine, other in zip(state["teacher"].parameters(), state["student"].parameters(), strict=True):
-            mine.lerp_(other, 0.1)
-
-    def step(state: State, _: int) -> None:
-        x, y = batch()
-        loss = nn.functional.mse_loss(state["student"](x), y + 0.1 * state["teacher"](x))
-        state["optimizer"].zero_grad()
-        backward(loss)
-        state["optimizer"].step()
-        follow(state)
-
-    return make, step
-
-
 def _unfreezing(state: State, _: float, number: int) -> None:
     if number == 1:
         state["model"][0].requires_grad_(False)
         state["model"][2].eval()
     if number == 5:
         state["model"][0].requires_grad_(True)
-
-
-def _adversarial() -> Program:
-    def make() -> State:
-        models = {"generator": nn.Linear(2, FEATURES), "critic": network()}
-        optimizers = {name: torch.optim.Adam(model.parameters(), lr=0.02) for name, model in models.items()}
-        return {"models": models, "optimizers": optimizers}
-
-    def step(state: State, _: int) -> None:
-        generator, critic = state["models"]["generator"], state["models"]["critic"]
-        for name, sign in (("critic", 1.0), ("generator", -1.0)):
-            loss = sign * (critic(generator(torch.randn(6, 2))).mean() - critic(batch()[0]).mean())
-            state["optimizers"][name].zero_grad()
-            backward(loss)
-            state["optimizers"][name].step()
-
-    return make, step
 
 
 def _scaled() -> Program:
@@ -500,22 +458,6 @@ def _scaled() -> Program:
         nn.utils.clip_grad_norm_(state["model"].parameters(), 1.0)
         scaler.step(state["optimizer"])
         scaler.update()
-
-    return make, step
-
-
-def _micro_batches() -> Program:
-    """The optimizer takes the gradients of three batches in each step."""
-
-    def make() -> State:
-        model = network()
-        return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)}
-
-    def step(state: State, _: int) -> None:
-        for _ in range(3):
-            backward(loss_of(state["model"]) / 3)
-        state["optimizer"].step()
-        state["optimizer"].zero_grad()
 
     return make, step
 
@@ -620,10 +562,7 @@ STEPS: dict[str, Callable[[], Program]] = {
     "an exponential average": lambda: _averaged(
         lambda model: swa_utils.AveragedModel(model, multi_avg_fn=_exponential, use_buffers=True)
     ),
-    "a teacher that follows": _teacher,
-    "two that compete": _adversarial,
     "GradScaler": _scaled,
-    "micro-batches": _micro_batches,
     "a replay buffer": _reinforcement,
     "ReduceLROnPlateau": lambda: _scheduled(
         lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=0), metric=True
