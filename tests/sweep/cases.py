@@ -11,7 +11,7 @@ import signal
 import sys
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -159,7 +159,7 @@ class Listener(logging.Handler):
 
 
 def run_cases(
-    prefix: str, cases: dict[str, Callable[[], str | None]], only: tuple[str, ...], refused: str = ""
+    prefix: str, cases: Mapping[str, Callable[[], str | None]], only: tuple[str, ...], refused: str = ""
 ) -> Iterator[Case]:
     """Yield the cases of a program, by title, whose names contain one of ``only``."""
     for title, run in cases.items():

@@ -6,7 +6,7 @@ import logging
 import random
 import re
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,7 +38,6 @@ class Run(cases.Run):
     Attributes:
         files: A directory for what the program itself writes, which outlives the process.
         is_advised: Whether the program has the line that hands over what it would hide otherwise.
-        ends: What a new process would not have, and is undone at the end.
         seen: What each step gave: state, metrics, batch, generators, counters and gradients, by name.
         start: The step that it resumed from.
         checkpoint: Its callback.
@@ -47,7 +46,6 @@ class Run(cases.Run):
     total: int = TOTAL
     files: str = ""
     is_advised: bool = False
-    ends: ExitStack = field(default_factory=ExitStack)
     seen: dict[int, dict[str, Any]] = field(default_factory=dict)
     start: int = 0
     checkpoint: Any = None
@@ -159,17 +157,15 @@ class Trace:
         return next((int(found[1]) for text in self.warnings if (found := _NAMED.match(text))), None)
 
 
-def start(name: str, directory: str, files: str, **options: int) -> Trace:
+def start(name: str, directory: str, files: str, **options: Any) -> Trace:
     """Start a program."""
     seed_all(0)
     logger, listener = logging.getLogger("holdfast"), Listener()
     logger.addHandler(listener)
     run = Run(directory, files=files, is_advised=PROGRAMS[name].is_advised, **options)
     try:
-        with run.ends:
+        with suppress(InterruptionError):
             PROGRAMS[name].train(run)
-    except InterruptionError:
-        pass
     finally:
         logger.removeHandler(listener)
     proof = run.checkpoint.proof

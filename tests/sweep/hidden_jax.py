@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import flax.linen as linen
@@ -157,6 +158,6 @@ def _grain(run: Run) -> None:
         params, start = checkpoint.restore_or_initialize(new_params(), **extras)
         for step in range(start + 1, run.total + 1):
             batch = np.stack(next(batches))
-            params, loss = descend(params, lambda params, batch=batch: error_of(params, batch))
+            params, loss = descend(params, partial(error_of, x=batch))
             if run.report(checkpoint, step, params, loss, batch=batch, **extras):
                 break

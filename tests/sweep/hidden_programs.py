@@ -173,7 +173,7 @@ class Turning:
 
     def __iter__(self) -> Iterator[Any]:
         self.turns += 1
-        yield from examples().roll(2 * self.turns, 0).split(SIZE)
+        yield from examples().roll(2 * self.turns, 0).view(EPOCH, SIZE, FEATURES)
 
 
 @hiding("an attribute of a loader", "batch", "state")
@@ -207,7 +207,7 @@ def _deep_generator(run: Run) -> None:
 @hiding("a generator deep in a loader with a state", "batch", "state")
 def _deep_generator_beside_a_state(run: Run) -> None:
     data, state = Noisy(), new_state()
-    extras = {"rng": data.rng} if run.is_advised else {}
+    extras: dict[str, Any] = {"rng": data.rng} if run.is_advised else {}
     epochs(run, state, StatefulDataLoader(data, SIZE), lambda batch: fit(state, batch), **extras)
 
 
@@ -613,7 +613,7 @@ class Placed:
         if not self.is_advised and not self.is_resumed and self.place:
             self.epoch, self.place = self.epoch + 1, 0
         self.is_resumed = False
-        batches = examples().roll(self.epoch, 0).split(SIZE)
+        batches = examples().roll(self.epoch, 0).view(EPOCH, SIZE, FEATURES)
         while self.place < EPOCH:
             self.place += 1
             yield batches[self.place - 1]

@@ -214,7 +214,7 @@ def run_group(state: str, optimizer: str, only: tuple[str, ...] = ()) -> Iterato
     """Yield the cases of one state and optimizer, or of one program, whose names contain one of ``only``."""
     make, step = PROGRAMS[optimizer]() if state == PROGRAM else STATES[state](OPTIMIZERS[optimizer]())
 
-    def start(directory: str, turn: int = 0, *, total: int = TOTAL, **options: int) -> Any:
+    def start(directory: str, turn: int = 0, *, total: int = TOTAL, **options: Any) -> Any:
         try:
             return run(make, step, Run(directory, turn, total=total, **options))
         except (InterruptionError, SystemExit):  # A loop that ends in the steps after a signal ends all.

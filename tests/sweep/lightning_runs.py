@@ -22,7 +22,7 @@ import torch
 from holdfast.integrations.lightning import CheckpointCallback
 
 from . import cases
-from .cases import NEVER, Case, InterruptionError, first_difference, judge, new_directory
+from .cases import NEVER, Case, InterruptionError, bits, first_difference, new_directory, run_cases, seed_all
 from .lightning_programs import AVERAGES, COMMON, FINETUNING, LOADERS, SETUPS, VALIDATION_LOADERS, validation_loader
 
 QUIET = {
@@ -125,8 +125,7 @@ class Program:
     def __init__(
         self, directory: str, setup: str, loader: str, *, seed: int = 1, every: int = NEVER, **limits: int
     ) -> None:
-        for generator in (torch.manual_seed, np.random.seed, random.seed):
-            generator(seed)
+        seed_all(seed)
         self.directory, self.loader, self.every = directory, loader, every
         self.setup = SETUPS[setup]
         self.module = self.setup.model()
@@ -178,27 +177,12 @@ class Program:
         }
 
 
-def bits(value: Any) -> Any:
-    """Return a tree with the bytes of its tensors."""
-    if isinstance(value, torch.Tensor):
-        return (
-            str(value.dtype),
-            tuple(value.shape),
-            value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes(),
-        )
-    if isinstance(value, dict):
-        return {str(key): bits(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [bits(item) for item in value]
-    return value if isinstance(value, int | float | str | None) else repr(type(value))
-
-
 # ---- cases
 
 _SPECIAL = AVERAGES | FINETUNING | VALIDATION_LOADERS
 _OTHERS = [name for name in LOADERS if name not in ("shuffled", "stateful")]
-_ONLY_SIZED = ("StochasticWeightAveraging",)  # refuses data without a length
-_PLANS_AHEAD = ("StochasticWeightAveraging",)  # adds an epoch to those of the trainer, at every start
+# Refuses data without a length, and adds an epoch to those of the trainer, at every start.
+_PLANS_AHEAD = "StochasticWeightAveraging"
 
 
 def groups() -> list[tuple[str, str]]:
@@ -213,7 +197,7 @@ def groups() -> list[tuple[str, str]]:
     found += [("persistent", setup) for setup in ("default", "validation within epochs", "accumulation")]
     for setup in _SPECIAL:
         other = next(turns)
-        while setup in _ONLY_SIZED and other == "stream":
+        while setup == _PLANS_AHEAD and other == "stream":
             other = next(turns)
         found += [(loader, setup) for loader in ("shuffled", other)]
     # The data of that loader last longer than the epochs of that set-up, of which a warning says that it is not exact.
@@ -226,10 +210,8 @@ def run_group(loader: str, setup: str, only: tuple[str, ...] = ()) -> Iterator[C
     if whole.fit() is not None:
         raise RuntimeError(f"{loader}, {setup}: the uninterrupted run ended early")
     number = groups().index((loader, setup)) if (loader, setup) in groups() else 0
-    for title, run in _cases(whole, loader, setup, number):
-        name = f"lightning/{loader}/{setup}/{title}"
-        if not only or any(text in name for text in only):
-            yield judge(name, run, SETUPS[setup].refused)
+    cases = dict(_cases(whole, loader, setup, number))
+    yield from run_cases(f"lightning/{loader}/{setup}", cases, only, SETUPS[setup].refused)
 
 
 def _cases(whole: Program, loader: str, setup: str, number: int) -> Iterator[tuple[str, Any]]:
@@ -238,7 +220,7 @@ def _cases(whole: Program, loader: str, setup: str, number: int) -> Iterator[tup
     begun = sorted({*whole.recorder.steps} - {0})  # two optimizers count by two
 
     def near(step: int) -> int:
-        return max((one for one in begun if one <= step), default=begun[0])
+        return max((each for each in begun if each <= step), default=begun[0])
 
     within = near(1 + number % max(1, epoch_end - 1))
 
@@ -256,46 +238,36 @@ def _cases(whole: Program, loader: str, setup: str, number: int) -> Iterator[tup
 
         return run
 
+    def one(kind: str, step: int, batch: int = 0, **options: Any) -> Any:
+        return interrupted(Interruption(kind, step, batch), **options)
+
     for step in sorted({within, near(epoch_end), near(epoch_end + within)}):
-        yield f"error after step {step}", interrupted(Interruption("error", step), every=step)
+        yield f"error after step {step}", one("error", step, every=step)
     repeated = near(5 + number % 4)
-    yield f"steps 1 to {repeated} in part again", interrupted(Interruption("error", repeated), every=2)
+    yield f"steps 1 to {repeated} in part again", one("error", repeated, every=2)
     signalled = near(1 + (3 * number) % (last - 2))  # not the last step: hooks of the end do not run after it
-    yield f"SIGTERM in step {signalled + 1}", interrupted(Interruption("signal", signalled))
-    yield f"SIGTERM at the end of batch {signalled}", interrupted(Interruption("signal after batch", signalled))
+    yield f"SIGTERM in step {signalled + 1}", one("signal", signalled)
+    yield f"SIGTERM at the end of batch {signalled}", one("signal after batch", signalled)
     yield (
         f"SIGTERM in steps {within + 1} and {near(epoch_end + 2) + 1}",
         interrupted(Interruption("signal", within), Interruption("signal", near(epoch_end + 2))),
     )
-    yield (
-        f"SIGTERM at the end of the epoch, step {epoch_end}",
-        interrupted(Interruption("signal at epoch end", epoch_end)),
-    )
+    yield f"SIGTERM at the end of the epoch, step {epoch_end}", one("signal at epoch end", epoch_end)
     # The epoch that StochasticWeightAveraging adds has no step; one that resumes before it has other learning rates.
-    last_one = [] if setup in _PLANS_AHEAD else validations[-1:]
+    last_one = [] if setup == _PLANS_AHEAD else validations[-1:]
     for index, step in enumerate(sorted({*validations[:1], *last_one})):
-        batch = (number + index) % 2
-        yield (
-            f"SIGTERM in the validation of step {step}",
-            interrupted(Interruption("signal in validation", step, batch), every=1),  # what is not saved is lost
-        )
+        in_validation = one("signal in validation", step, (number + index) % 2, every=1)  # what is not saved is lost
+        yield f"SIGTERM in the validation of step {step}", in_validation
     if validations:
         step = validations[number % len(validations)]
-        yield (
-            f"SIGTERM before the validation of step {step}",
-            interrupted(Interruption("signal before validation", step)),
-        )
-    if setup not in _PLANS_AHEAD:
-        yield (
-            f"error after step {within}, the same objects",
-            interrupted(Interruption("error", within), every=within, again=True),
-        )
+        yield f"SIGTERM before the validation of step {step}", one("signal before validation", step)
     if number % 8 == 0:  # each takes a process
         yield f"killed after step {repeated}", lambda: _killed(whole, loader, setup, Interruption("kill", repeated))
     yield "finished, and started again", lambda: _finished(whole, loader, setup)
-    kinds = ("new objects", "a new trainer", "the same trainer")
-    if setup in _PLANS_AHEAD:
+    if setup == _PLANS_AHEAD:
         return
+    yield f"error after step {within}, the same objects", one("error", within, every=within, again=True)
+    kinds = ("new objects", "a new trainer", "the same trainer")
     for kind in kinds if loader == "shuffled" else kinds[number % 3 :][:1]:
         yield f"longer with {kind}", lambda kind=kind: _longer(whole, loader, setup, kind)
 

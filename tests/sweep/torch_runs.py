@@ -90,7 +90,7 @@ def run_group(interface: str, program: str, only: tuple[str, ...] = ()) -> Itera
     # Only the callback saves the generators of numpy and Python by itself, and knows signals.
     is_graph = interface == "graph"
 
-    def start(directory: str, turn: int = 0, *, total: int = TOTAL, **options: int) -> Any:
+    def start(directory: str, turn: int = 0, *, total: int = TOTAL, **options: Any) -> Any:
         """Run a program, and return what it leaves, with what it would draw next; None where it was interrupted."""
         if multiprocessing.active_children():
             gc.collect()  # iterators of interrupted runs, in whose place forked workers would end others
