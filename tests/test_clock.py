@@ -21,18 +21,13 @@ from holdfast.engine.errors import OptionError
         (0.5, 0.5),
         ("90", 90.0),
         ("1e3", 1000.0),
-        ("90s", 90.0),
         ("250ms", 0.25),
         ("15m", 900.0),
-        ("1h", 3600.0),
-        ("1h30m", 5400.0),
         ("1h 30m", 5400.0),
         (" 1 h 30 m ", 5400.0),
         ("1.5h", 5400.0),
         ("30m1h", 5400.0),
-        ("2d", 172800.0),
         ("1d2h3m4s500ms", 93784.5),
-        (datetime.timedelta(minutes=15), 900.0),
         (datetime.timedelta(days=1, milliseconds=1), 86400.001),
     ],
     ids=plain_id,
@@ -46,31 +41,23 @@ def test_durations_are_seconds(duration: Duration, expected: float) -> None:
     [
         0,
         -1,
-        -0.0,
         math.nan,
         math.inf,
         10**400,
         True,
-        False,
         None,
         [],
         b"15m",
         "",
-        " ",
-        "0",
         "0s",
         "-5m",
         "nan",
         "inf",
-        "-inf",
         "m",
         "15 minutes",
-        "15M",
         "1h30",
-        "1h,30m",
         "1h-30m",
         "1:30:00",
-        "1h30m extra",
         "x15m",
         ".5h",
         "9" * 400 + "s",
@@ -80,13 +67,9 @@ def test_durations_are_seconds(duration: Duration, expected: float) -> None:
     ids=lambda value: repr(value)[:24],
 )
 def test_what_is_no_duration_is_refused(duration: Any) -> None:
-    with pytest.raises(OptionError, match="is not a duration: give seconds above zero, or text such as"):
-        seconds(duration)
-
-
-def test_the_error_names_the_option() -> None:
-    with pytest.raises(OptionError, match=r"^save_interval_secs='soon' is not a duration"):
-        seconds("soon", name="save_interval_secs")
+    told = "^save_interval_secs=.* is not a duration: give seconds above zero, or text such as"
+    with pytest.raises(OptionError, match=told):
+        seconds(duration, name="save_interval_secs")
 
 
 @settings(max_examples=50, deadline=None)

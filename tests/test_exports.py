@@ -17,11 +17,18 @@ import pytest
 import holdfast as hf
 
 
-def test_all_is_sorted_and_importable() -> None:
-    assert list(hf.__all__) == sorted(hf.__all__)
-    assert len(set(hf.__all__)) == len(hf.__all__)
+def test_the_names_of_the_package() -> None:
+    """They are few, sorted and importable, and leave those of Python."""
+    assert list(hf.__all__) == sorted(set(hf.__all__))
+    assert len(hf.__all__) <= 56
     for name in hf.__all__:
         assert getattr(hf, name).__name__.rpartition(".")[2] == name
+    assert set(hf.__all__) <= set(dir(hf))
+    assert not hasattr(hf, "no_such_name")
+    names: dict[str, Any] = {}
+    exec("from holdfast import *", names)
+    assert not names.keys() & vars(builtins).keys()
+    assert callable(hf.open)
 
 
 def test_all_is_what_type_checkers_see() -> None:
@@ -41,10 +48,6 @@ def test_all_is_what_type_checkers_see() -> None:
 
 
 MODULES = [name for name in hf.__all__ if inspect.ismodule(getattr(hf, name))]
-
-
-def test_the_names_of_the_package_are_few() -> None:
-    assert len(hf.__all__) <= 56
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -135,23 +138,11 @@ def test_a_name_of_orbax_is_explained(name: str, meant: str) -> None:
 
 def test_arguments_of_orbax_are_explained(tmp_path: Path) -> None:
     load: Any = hf.load
+    save: Any = hf.save
     with pytest.raises(hf.errors.UnknownArgumentError, match="abstract_state: here it is like"):
         load(tmp_path, abstract_state={})
-    save: Any = hf.save
     with pytest.raises(hf.errors.UnknownArgumentError, match="args: pass the tree itself"):
         save(tmp_path, {}, args={})
-
-
-def test_all_names_leave_those_of_python() -> None:
-    names: dict[str, Any] = {}
-    exec("from holdfast import *", names)
-    assert not names.keys() & vars(builtins).keys()
-    assert callable(hf.open)
-
-
-def test_unknown_names() -> None:
-    assert not hasattr(hf, "no_such_name")
-    assert set(hf.__all__) <= set(dir(hf))
 
 
 def test_errors_are_all_exported() -> None:

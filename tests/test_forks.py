@@ -10,6 +10,8 @@ import pkgutil
 import re
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -187,34 +189,25 @@ def test_every_thread_is_known() -> None:
 
 
 def test_a_child_of_a_living_run_has_no_lock_of_it(tmp_path: Path) -> None:
-    local = hf.Local(tmp_path / "hosts", every=1)
-    options = hf.CheckpointManagerOptions(mirror=str(tmp_path / "mirror"), local=local)
-    with hf.CheckpointManager(tmp_path / "run", options=options) as run:
-        run.save(1, {"w": np.arange(8.0)}, force=True)
-        run.wait_until_finished()
-        assert [name for name in open_files(locked=True) if name.startswith(str(tmp_path / "run"))]
-        assert in_child(lambda: not open_files(locked=True))
-
-
-def test_every_lock_of_a_living_run_is_free_in_a_child(tmp_path: Path) -> None:
+    """Neither of a file nor of Python, whether the run is on a disk or in a store."""
     gc.collect()
     before = {id(one) for one in gc.get_objects()}  # of the tests before
     local = hf.Local(tmp_path / "hosts", every=1)
     options = hf.CheckpointManagerOptions(mirror=str(tmp_path / "mirror"), local=local)
-    with hf.CheckpointManager(tmp_path / "run", options=options) as run:
-        run.save(1, {"w": np.arange(8.0)}, force=True)
-        run.wait_until_finished()
+    in_store = f"memory://forks/{tmp_path.name}"
+    with hf.CheckpointManager(tmp_path / "run", options=options) as run, hf.CheckpointManager(in_store) as other:
+        for manager in (run, other):
+            manager.save(1, {"w": np.arange(8.0)}, force=True)
+            manager.wait_until_finished()
         run.restore()
-        in_store = hf.CheckpointManager(f"memory://forks/{tmp_path.name}")
-        in_store.save(1, {"w": np.arange(8.0)}, force=True)
-        in_store.wait_until_finished()
-        ours = [
-            one
+        assert [name for name in open_files(locked=True) if name.startswith(str(tmp_path / "run"))]
+        assert in_child(lambda: not open_files(locked=True))
+        raw = {
+            type(one).__name__
             for one in gc.get_objects()
-            if id(one) not in before and str(type(one).__module__).startswith("holdfast.") and hasattr(one, "__dict__")
-        ]
-        raw = {type(one).__name__ for one in ours for value in vars(one).values() if isinstance(value, RAW)}
-        in_store.close()
+            if id(one) not in before and is_ours(type(one)) and hasattr(one, "__dict__")
+            if any(isinstance(value, RAW) for value in vars(one).values())
+        }
     assert raw - {*WITHIN_ONE_PROCESS, "Lock"} == set()
 
 
@@ -230,12 +223,13 @@ def in_child(look: Any) -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_lock_that_another_thread_holds(reentrant: bool) -> None:
-    lock, held, done = Lock(reentrant=reentrant), threading.Event(), threading.Event()
+@contextmanager
+def another_thread_within(context: AbstractContextManager[Any]) -> Iterator[None]:
+    """Lets another thread enter a context, and leave it at the end."""
+    held, done = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with lock:
+        with context:
             held.set()
             done.wait()
 
@@ -243,35 +237,29 @@ def test_a_lock_that_another_thread_holds(reentrant: bool) -> None:
     thread.start()
     held.wait()
     try:
-        assert in_child(lambda: lock.acquire(blocking=False))
-        assert not lock.acquire(blocking=False)
+        yield
     finally:
         done.set()
         thread.join()
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_lock_that_another_thread_holds(reentrant: bool) -> None:
+    lock = Lock(reentrant=reentrant)
+    with another_thread_within(lock):
+        assert in_child(lambda: lock.acquire(blocking=False))
+        assert not lock.acquire(blocking=False)
+
+
 def test_a_collector_that_another_thread_has_paused() -> None:
-    held, done = threading.Event(), threading.Event()
-
-    def pause() -> None:
-        with collection_paused():
-            held.set()
-            done.wait()
-
     def collects_after_a_pause_of_its_own() -> bool:
         before = gc.isenabled()
         with collection_paused():
             paused = not gc.isenabled()
         return before and paused and gc.isenabled()
 
-    thread = threading.Thread(target=pause)
-    thread.start()
-    held.wait()
-    try:
+    with another_thread_within(collection_paused()):
         assert in_child(collects_after_a_pause_of_its_own)
-    finally:
-        done.set()
-        thread.join()
     assert gc.isenabled()
 
 

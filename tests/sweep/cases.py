@@ -269,10 +269,8 @@ def _of_leaves(value: Any) -> dict[str, Any]:
             is_key = jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
             weak = getattr(leaf, "weak_type", False)
             found[name] = weak, bits(np.asarray(jax.random.key_data(leaf) if is_key else leaf))
-        elif callable(leaf):
-            found[name] = leaf
         elif leaf is not value:
-            found[name] = bits(leaf)
+            found[name] = leaf if callable(leaf) else bits(leaf)
     return found
 
 

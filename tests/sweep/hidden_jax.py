@@ -13,6 +13,7 @@ import numpy as np
 import optax  # type: ignore[import-untyped]  # it ships no types
 from flax import nnx, struct
 from flax.training.train_state import TrainState
+from tests.versions import nnx_assign, nnx_value
 
 from .hidden_case import Run, hiding
 from .hidden_programs import FEATURES, SIZE, Batches, examples
@@ -106,8 +107,13 @@ class Annealed(nnx.Module):
         self.calls: Any = nnx.Variable(jnp.array(0)) if has_variable else 0
 
     def __call__(self, x: Any) -> Any:
-        self.calls += 1
-        return self.layer(x * (1 + 1 / self.calls))
+        is_number = isinstance(self.calls, int)
+        calls = 1 + (self.calls if is_number else nnx_value(self.calls))
+        if is_number:
+            self.calls = calls
+        else:
+            nnx_assign(self.calls, calls)
+        return self.layer(x * (1 + 1 / calls))
 
 
 @hiding("a number in a module of nnx", "metrics", "state")

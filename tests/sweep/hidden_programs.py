@@ -257,7 +257,7 @@ class Buffered(IterableDataset[Any]):
             buffer[place] = row + torch.rand((), generator=self.generator)
 
 
-@hiding("draws in the process of the model", "batch", "state")
+@hiding("draws in the process of the model", "batch", "state", every=7, error=9)
 def _drawing(run: Run) -> None:
     own = torch.Generator().manual_seed(3) if run.is_advised else None
     batches = hf.skip_to(DataLoader(Buffered(own), SIZE), generators=[] if own is None else [own])
@@ -640,7 +640,7 @@ class Seeded(Buffered):
         return super().__iter__()
 
 
-@hiding("draws in the process of the model of a trainer", "batch", "state")
+@hiding("draws in the process of the model of a trainer", "batch", "state", every=7, error=9)
 def _drawing_in_a_trainer(run: Run) -> None:
     data = (Seeded if run.is_advised else Buffered)(None)
     train_with_lightning(run, DataLoader(data, SIZE), nn.Sequential(nn.Dropout(0.5), nn.Linear(FEATURES, 1)))

@@ -66,14 +66,15 @@ def _nano_gpt(run: Run) -> None:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             best = min(best, loss.item())
-            if run.report(checkpoint, step + 1, state, loss, batch=(x, y), best=best):
+            if run.report(checkpoint, step + 1, state, loss.detach(), batch=(x, y), best=best):
                 break
 
 
 class EarlyStopping:
-    best_score: float | None = None
-    best_weights: Any = None
-    counter = 0
+    def __init__(self) -> None:
+        self.best_score: float | None = None
+        self.best_weights: Any = None
+        self.counter = 0
 
     def __call__(self, score: float, model: nn.Module) -> None:
         if self.best_score is None or score < self.best_score:
