@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -251,11 +252,48 @@ def test_nothing_is_saved_after_a_difference_with_raise(tmp_path: Path) -> None:
     assert [entry.step for entry in hf.list_checkpoints(tmp_path)] == [4, 8]
 
 
-def test_ignore_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def rewrite_header(path: Path, name: str) -> None:
+    """Gives a part of the key in the header of a file of records another value."""
+    lines = []
+    for line in path.read_text().splitlines():
+        record = json.loads(line)["record"]
+        if "key" in record:
+            record["key"][name] = "another"
+        text = json.dumps(record, sort_keys=True, separators=(",", ":"))
+        lines.append(f'{{"crc":{zlib.crc32(text.encode())},"record":{text}}}\n')
+    path.write_text("".join(lines))
+
+
+@pytest.mark.parametrize(
+    ("changed", "options", "exact", "why"),
+    [
+        ("", {"on_inexact": "ignore"}, False, ""),
+        ("", {"resume": 4}, None, "resume=4 chose the step"),
+        ("", {"hyperparameters": "program"}, None, "hyperparameters='program' takes those of the program"),
+        ("processes", {}, None, "processes changed ("),
+        ("versions", {}, None, "the versions of libraries changed ("),
+        ("devices", {}, None, "devices changed ("),
+    ],
+)
+def test_what_is_ignored_or_not_comparable(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    changed: str,
+    options: dict[str, Any],
+    exact: bool | None,
+    why: str,
+) -> None:
+    caplog.set_level(logging.INFO, "holdfast")
     crashed(tmp_path, "state")
-    run = Run(tmp_path, "state", on_inexact="ignore")(last=12)
-    assert run.checkpoint.proof.exact is False
+    if changed:
+        rewrite_header(tmp_path / "8" / "witness.jsonl", changed)
+    proof = Run(tmp_path, "state", **options)(last=11).checkpoint.proof
+    assert proof.exact is exact
+    assert why in proof.why
     assert not [text for text in caplog.messages if "exact" in text]
+    said = [text for text in caplog.messages if text.startswith("not witnessed: ")]
+    assert len(said) == (exact is None)
+    assert all(why in text for text in said)
 
 
 def test_without_the_witness_there_is_no_file(tmp_path: Path) -> None:
@@ -265,51 +303,12 @@ def test_without_the_witness_there_is_no_file(tmp_path: Path) -> None:
     assert not [*tmp_path.rglob("witness*")]
 
 
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ({"resume": 4}, "resume=4 chose the step"),
-        ({"hyperparameters": "program"}, "hyperparameters='program' takes those of the program"),
-    ],
-)
-def test_what_is_not_comparable(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any], why: str
-) -> None:
-    caplog.set_level(logging.INFO, "holdfast")
-    crashed(tmp_path, "state")
-    run = Run(tmp_path, "state", **options)(last=11)
-    assert (run.checkpoint.proof.exact, run.checkpoint.proof.why) == (None, why)
-    assert len([text for text in caplog.messages if text.startswith(f"not witnessed: {why}")]) == 1
-
-
-@pytest.mark.parametrize("name", ["processes", "versions", "devices"])
-def test_another_machine_is_not_comparable(tmp_path: Path, name: str) -> None:
-    crashed(tmp_path, "state")
-    path = tmp_path / "8" / "witness.jsonl"
-    path.write_text("\n".join(rewritten(line, name) for line in path.read_text().splitlines()) + "\n")
-    run = Run(tmp_path, "state")(last=11)
-    assert run.checkpoint.proof.exact is None
-    assert "changed (" in run.checkpoint.proof.why
-
-
-def rewritten(line: str, name: str) -> str:
-    """Returns a line of the file in whose header a part of the key is another one."""
-    import zlib
-
-    record = json.loads(line)["record"]
-    if "key" in record:
-        record["key"][name] = "another"
-    text = json.dumps(record, sort_keys=True, separators=(",", ":"))
-    return f'{{"crc":{zlib.crc32(text.encode())},"record":{text}}}'
-
-
 def test_a_difference_that_another_processor_rounds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The records are those of another model of processor; the noise is a part of the update."""
     caplog.set_level(logging.INFO, "holdfast")
 
     count(tmp_path, 3, lambda step: 1, save_interval_steps=2)
-    path = tmp_path / "2" / "witness.jsonl"
-    path.write_text("\n".join(rewritten(line, "processor") for line in path.read_text().splitlines()) + "\n")
+    rewrite_header(tmp_path / "2" / "witness.jsonl", "processor")
     proof = count(tmp_path, 3, lambda step: 1 + 1e-6, save_interval_steps=2, on_inexact="raise")
     assert (proof.exact, proof.differs) == (None, ())
     assert proof.rounding is not None
@@ -391,6 +390,11 @@ def test_a_resume_from_the_memory_of_the_host_is_compared(tmp_path: Path, hidden
     assert not [file for file in lines if file.exists()]
 
 
+def records_of(step: Path) -> list[Any]:
+    """Returns the records of a file, without its header."""
+    return [json.loads(line)["record"] for line in (step / "witness.jsonl").read_text().splitlines()[1:]]
+
+
 def test_records_go_on_where_a_resume_was_exact(tmp_path: Path) -> None:
     """The file keeps its lines, and has those of later steps for the next start."""
     crashed(tmp_path, save_interval_steps=8)
@@ -398,10 +402,9 @@ def test_records_go_on_where_a_resume_was_exact(tmp_path: Path) -> None:
     before = path.read_bytes()
     with pytest.raises(StopHereError):
         Run(tmp_path, save_interval_steps=8)(crash=12)
-    after = path.read_bytes()
-    assert after.startswith(before)
-    records = [json.loads(line)["record"] for line in after.splitlines()[1:]]
-    assert [record["k"] for record in records] == [0, 1, 2, 4, 7]  # The last one is the first step of an epoch.
+    assert path.read_bytes().startswith(before)
+    # The last one is the first step of an epoch.
+    assert [record["k"] for record in records_of(tmp_path / "8")] == [0, 1, 2, 4, 7]
     assert Run(tmp_path, save_interval_steps=8)(last=13).checkpoint.proof.steps == (9, 10, 12)
 
 
@@ -412,8 +415,7 @@ def test_other_steps_are_not_added_to_the_records_of_a_save(tmp_path: Path) -> N
     with pytest.raises(StopHereError):
         Run(tmp_path, "state", save_interval_steps=8)(crash=16)
     assert (tmp_path / "8" / "witness.jsonl").read_bytes() == before
-    lines = (tmp_path / "16" / "witness.jsonl").read_text().splitlines()
-    assert [json.loads(line)["record"]["k"] for line in lines[1:]] == [0, 1, 2]
+    assert [record["k"] for record in records_of(tmp_path / "16")] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("by", ["the callback", "the manager"])
@@ -438,28 +440,23 @@ def test_a_loop_goes_back_twice_without_a_save_between(tmp_path: Path, by: str) 
             return checkpoint.proof
 
     assert train(2, 15).why == ("the loop went back after step 11" if by == "the callback" else "")
-    records = (tmp_path / "8" / "witness.jsonl").read_text().splitlines()[1:]
-    assert [json.loads(line)["record"]["step"] for line in records] == [8, 9, 10]
+    assert [record["step"] for record in records_of(tmp_path / "8")] == [8, 9, 10]
     assert train(0, 15) == Proof(exact=True, steps=(9, 10))
 
 
 @pytest.mark.parametrize("name", ["batch", "epoch"])
-def test_extras_of_these_names_are_saved_and_restored_as_ever(tmp_path: Path, name: str) -> None:
+def test_extras_of_these_names_are_saved_where_they_are_restored(tmp_path: Path, name: str) -> None:
+    """Those that only on_step gets are compared, and are not saved."""
     for start, last in ((0, 3), (3, 5)):
         with hf.CheckpointCallback(tmp_path, save_interval_steps=1) as checkpoint:
             _, found = checkpoint.restore_or_initialize({"w": 1.0}, **{name: 0})
             assert (found, checkpoint.extras[name]) == (start, 10 * start)
             for step in range(start + 1, last + 1):
-                extras: dict[str, Any] = {name: 10 * step}
-                checkpoint.on_step(step, {"w": 1.0}, **extras)
-    assert hf.load(tmp_path, item="extras")[name] == 50
-
-
-def test_batch_and_epoch_that_only_on_step_gets_are_not_saved(tmp_path: Path) -> None:
-    with hf.CheckpointCallback(tmp_path, save_interval_steps=1) as checkpoint:
-        checkpoint.restore_or_initialize({"w": 1.0})
-        checkpoint.on_step(1, {"w": 1.0}, batch=np.ones(3), epoch=2)
-    assert not {"batch", "epoch"} & {*hf.load(tmp_path, item="extras")}
+                only_shown = {"epoch": 2} if name == "batch" else {"batch": np.ones(3)}
+                checkpoint.on_step(step, {"w": 1.0}, **only_shown, **{name: 10 * step})
+    saved = hf.load(tmp_path, item="extras")
+    assert saved[name] == 50
+    assert len({"batch", "epoch"} & {*saved}) == 1
 
 
 # ---- the steps after a signal
@@ -481,18 +478,16 @@ def test_a_preempted_run_goes_on_to_be_compared(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("default_sigterm")
-def test_a_witness_that_has_ended_is_not_shown_the_steps_after_a_signal(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("ended", [False, True], ids=["none", "ended"])
+def test_steps_after_a_signal_are_for_the_witness(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, ended: bool
 ) -> None:
-    monkeypatch.setattr("holdfast.engine.pytree.sampling.Sampler.take", None)
-    Run(tmp_path, grace_secs="1h")(at=told(6))
-    assert len([text for text in caplog.messages if "no longer recorded" in text]) == 1
-
-
-@pytest.mark.usefixtures("default_sigterm")
-def test_no_step_follows_a_signal_without_the_witness(tmp_path: Path) -> None:
-    run = Run(tmp_path, grace_secs="1h", witness=False)(at=told(6))
-    assert (run.done, [entry.step for entry in hf.list_checkpoints(tmp_path)]) == (6, [4, 6])
+    """None follows without it, and one that has ended is not shown them."""
+    if ended:
+        monkeypatch.setattr("holdfast.engine.pytree.sampling.Sampler.take", None)
+    run = Run(tmp_path, grace_secs="1h", witness=ended)(at=told(6))
+    assert (run.done, [entry.step for entry in hf.list_checkpoints(tmp_path)]) == (10 if ended else 6, [4, 6])
+    assert len([text for text in caplog.messages if "no longer recorded" in text]) == ended
 
 
 @pytest.mark.usefixtures("default_sigterm")
