@@ -55,14 +55,15 @@ class Net(lightning.LightningModule):
     def on_train_batch_end(self, *args: Any) -> None:
         # Runs after the hooks of all callbacks, so it would be missed by what is saved in one of those.
         self.average.mul_(0.5).add_(self.head.weight.detach(), alpha=0.5)
+        self._tell("after_batch")
+
+    def _tell(self, moment: str, *args: Any) -> None:
+        """Call what callbacks do at a moment for which Lightning has no hook."""
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined] # missing in Lightning's types
-            if (after_batch := getattr(callback, "after_batch", None)) is not None:
-                after_batch(self.trainer)
+            getattr(callback, moment, lambda *_: None)(self.trainer, *args)
 
     def validation_step(self, batch: Any, index: int) -> None:
-        for callback in self.trainer.callbacks:  # type: ignore[attr-defined] # missing in Lightning's types
-            if (during_validation := getattr(callback, "during_validation", None)) is not None:
-                during_validation(self.trainer, index)
+        self._tell("during_validation", index)
         loss = self.loss(batch)
         self.log("val_loss", loss)
         self.val_error(loss)

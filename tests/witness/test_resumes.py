@@ -42,12 +42,11 @@ class Run:
 
     def __call__(self, last: int = 20, crash: int = 0, at: Callable[[int], object] = lambda step: None) -> Run:
         rng, order = np.random.default_rng(1), np.random.default_rng(2)
-        w, lr, epoch = np.zeros(100), 1.0, 0
         extras: dict[str, Any] = {} if self.hidden == "generators" else {"rng": rng}
         extras |= {} if self.hidden == "batch" else {"order": order}
         with hf.CheckpointCallback(self.directory, **self.options) as checkpoint:
             self.checkpoint = checkpoint
-            state, start = checkpoint.restore_or_initialize({"w": w}, **extras)
+            state, start = checkpoint.restore_or_initialize({"w": np.zeros(100)}, **extras)
             w, self.done = state["w"], start
             epoch = 0 if self.hidden == "counters" else start // 5
             lr = 1.0 if self.hidden == "state" else 0.9**start
@@ -60,10 +59,9 @@ class Run:
                 epoch += step % 5 == 0
                 self.done = step
                 at(step)
-                shown = {"rng": rng, "order": order} if not self.hidden else extras
                 noise = rng.normal() if self.hidden == "generators" else 0.0
                 metrics = {"loss": float(w[0]) + noise, "step_time": time.perf_counter()}
-                if checkpoint.on_step(step, {"w": w}, metrics=metrics, batch=batch, epoch=epoch, **shown).should_stop:
+                if checkpoint.on_step(step, {"w": w}, metrics=metrics, batch=batch, epoch=epoch, **extras).should_stop:
                     break
                 if step == crash:
                     checkpoint.manager.wait_until_finished()
@@ -72,9 +70,9 @@ class Run:
         return self
 
 
-def crashed(directory: Path | str, hidden: str = "", **options: Any) -> None:
+def crashed(directory: Path | str, hidden: str = "", crash: int = 8, **options: Any) -> None:
     with pytest.raises(StopHereError):
-        Run(directory, hidden, **options)(crash=8)
+        Run(directory, hidden, **options)(crash=crash)
 
 
 @pytest.fixture(params=["disk", "memory"])
@@ -400,8 +398,7 @@ def test_records_go_on_where_a_resume_was_exact(tmp_path: Path) -> None:
     crashed(tmp_path, save_interval_steps=8)
     path = tmp_path / "8" / "witness.jsonl"
     before = path.read_bytes()
-    with pytest.raises(StopHereError):
-        Run(tmp_path, save_interval_steps=8)(crash=12)
+    crashed(tmp_path, crash=12, save_interval_steps=8)
     assert path.read_bytes().startswith(before)
     # The last one is the first step of an epoch.
     assert [record["k"] for record in records_of(tmp_path / "8")] == [0, 1, 2, 4, 7]
@@ -412,8 +409,7 @@ def test_other_steps_are_not_added_to_the_records_of_a_save(tmp_path: Path) -> N
     """A resume that is not exact leaves the file of its step alone, and records the steps after its own saves."""
     crashed(tmp_path, "state", save_interval_steps=8)
     before = (tmp_path / "8" / "witness.jsonl").read_bytes()
-    with pytest.raises(StopHereError):
-        Run(tmp_path, "state", save_interval_steps=8)(crash=16)
+    crashed(tmp_path, "state", crash=16, save_interval_steps=8)
     assert (tmp_path / "8" / "witness.jsonl").read_bytes() == before
     assert [record["k"] for record in records_of(tmp_path / "16")] == [0, 1, 2]
 
@@ -452,8 +448,8 @@ def test_extras_of_these_names_are_saved_where_they_are_restored(tmp_path: Path,
             _, found = checkpoint.restore_or_initialize({"w": 1.0}, **{name: 0})
             assert (found, checkpoint.extras[name]) == (start, 10 * start)
             for step in range(start + 1, last + 1):
-                only_shown = {"epoch": 2} if name == "batch" else {"batch": np.ones(3)}
-                checkpoint.on_step(step, {"w": 1.0}, **only_shown, **{name: 10 * step})
+                shown: dict[str, Any] = {"batch": np.ones(3), "epoch": 2, name: 10 * step}
+                checkpoint.on_step(step, {"w": 1.0}, **shown)
     saved = hf.load(tmp_path, item="extras")
     assert saved[name] == 50
     assert len({"batch", "epoch"} & {*saved}) == 1
