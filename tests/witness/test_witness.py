@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import random
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -301,8 +302,10 @@ def test_attributes_are_texts_without_addresses() -> None:
     assert texts["held.note"] == "'as it was'"
     assert texts["model.seen"] == "3"
     assert not [text for text in texts.values() if " at 0x" in text]
-    state["plain"].count = 6
-    assert Ways(state, 256).attributes(state)["plain.count"] == "6"
+    state["plain"].count, state["held"].note = 6, "long " * 100
+    texts = Ways(state, 256).attributes(state)
+    assert texts["plain.count"] == "6"
+    assert re.fullmatch(r"'long long .*[(]502 characters, checksum [0-9a-f]{8}[)]", texts["held.note"])
 
 
 def test_what_metrics_only_cache_is_no_attribute() -> None:
