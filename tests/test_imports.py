@@ -10,7 +10,7 @@ import importlib
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -113,17 +113,21 @@ def _nodes(body: list[ast.stmt], everywhere: bool) -> Iterator[ast.AST]:
                 yield from _nodes(handler.body, everywhere)
 
 
+def wrong(paths: Iterable[Path], is_wrong: Callable[[Path, str], object], *, everywhere: bool = True) -> list[str]:
+    """Returns the imports of files that are wrong, of which there must be none."""
+    return [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in paths
+        for name in imports(path, everywhere=everywhere)
+        if is_wrong(path, name)
+    ]
+
+
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_folders_import_downwards(folder: str) -> None:
-    allowed = set(FOLDERS[: FOLDERS.index(folder) + 1])
-    wrong = [
-        f"{path.relative_to(ROOT)} imports {name}"
-        for path in sources(folder)
-        for name in imports(path)
-        if name.startswith("holdfast.") and name.split(".")[1] in FOLDERS and name.split(".")[1] not in allowed
-    ]
+    above = tuple(f"holdfast.{one}." for one in FOLDERS[FOLDERS.index(folder) + 1 :])
     assert sources(folder)
-    assert wrong == []
+    assert wrong(sources(folder), lambda _, name: f"{name}.".startswith(above)) == []
 
 
 def test_the_engine_names_what_is_built_on_it_in_one_table() -> None:
@@ -165,14 +169,12 @@ def test_every_module_has_a_layer(house: str) -> None:
 @pytest.mark.parametrize("house", LAYERS)
 def test_layers_import_downwards(house: str) -> None:
     layer = LAYER[house]
-    wrong = [
-        f"{path.relative_to(ROOT)} imports {name}"
-        for path in sources(house)
-        for name in imports(path)
-        if (other := unit(name, house)) and other != (own := unit_of(path))
-        if layer[other] > layer[own] or (own in PURE and other not in SHARED)
-    ]
-    assert wrong == []
+
+    def is_wrong(path: Path, name: str) -> bool:
+        own, other = unit_of(path), unit(name, house)
+        return other not in ("", own) and (layer[other] > layer[own] or (own in PURE and other not in SHARED))
+
+    assert wrong(sources(house), is_wrong) == []
 
 
 @pytest.mark.parametrize("house", LAYERS)
@@ -189,24 +191,13 @@ def test_there_are_no_cycles(house: str) -> None:
 
 def test_no_framework_is_loaded_by_itself() -> None:
     """Except by ``integrations/lightning``, for programs that import it."""
-    wrong = [
-        f"{path.relative_to(ROOT)} imports {name}"
-        for path in (*sources("engine"), *sources("integrations"))
-        if path.relative_to(ROOT).parts[1] != "lightning"
-        for name in imports(path, everywhere=False)
-        if name.split(".")[0] in FRAMEWORKS
-    ]
-    assert wrong == []
+    paths = [path for path in (*sources("engine"), *sources("integrations")) if unit_of(path) != "lightning"]
+    assert wrong(paths, lambda _, name: name.split(".")[0] in FRAMEWORKS, everywhere=False) == []
 
 
 def test_pure_modules_do_no_input_or_output() -> None:
-    wrong = [
-        f"{path.relative_to(ROOT)} imports {name}"
-        for path in (*sources("engine/format"), *(ROOT / "engine" / "manager" / f"{name}.py" for name in POLICIES))
-        for name in imports(path)
-        if name.split(".")[0] in ("io", "pathlib", "socket", "time", "random")
-    ]
-    assert wrong == []
+    paths = [*sources("engine/format"), *(ROOT / "engine" / "manager" / f"{name}.py" for name in POLICIES)]
+    assert wrong(paths, lambda _, name: name.split(".")[0] in ("io", "pathlib", "socket", "time", "random")) == []
 
 
 def modules_of(program: str) -> set[str]:
@@ -278,7 +269,7 @@ def test_what_a_package_lists_is_there(stub: Path) -> None:
 
 def test_packages_are_entered_through_their_init() -> None:
     """What other packages may import is what ``__init__.py`` lists; ``formats`` is a folder of packages."""
-    listed = {
+    listed: dict[tuple[str, ...], set[str]] = {
         (house, front.parent.name): {name.rpartition(".")[2] for name in imports(listing_of(front))}
         for house in LAYERS
         for front in (ROOT / house).glob("*/__init__.py")
@@ -286,29 +277,24 @@ def test_packages_are_entered_through_their_init() -> None:
     }
     assert ("engine", "manager") in listed
     assert ("integrations", "graph") in listed
-    wrong = [
-        f"{path.relative_to(ROOT)} imports {name}"
-        for folder in FOLDERS
-        for path in sources(folder)
-        for name in imports(path)
-        for house in LAYERS
-        if (house, other := unit(name, house)) in listed
-        and path.relative_to(ROOT).parts[:2] != (house, other)
-        and name.split(".")[3:] not in [[one] for one in listed[house, other]]
-    ]
-    assert wrong == []
+
+    def is_wrong(path: Path, name: str) -> bool:
+        package = tuple(name.split(".")[1:3])
+        inside = path.relative_to(ROOT).parts[:2] == package
+        return package in listed and not inside and name.split(".")[3:] not in [[one] for one in listed[package]]
+
+    assert wrong([path for folder in FOLDERS for path in sources(folder)], is_wrong) == []
 
 
 def test_only_tests_of_the_benchmarks_import_them() -> None:
     tests = Path(__file__).parent
-    wrong = [
-        f"{path.relative_to(tests)} imports {name}"
+    importing = [
+        str(path)
         for path in tests.rglob("*.py")
         if path.parent != tests / "benchmarks" and "benchmarks" in (text := path.read_text())
-        for name in imported(text, ["tests"])
-        if name.split(".")[0] == "benchmarks"
+        if any(name.split(".")[0] == "benchmarks" for name in imported(text, ["tests"]))
     ]
-    assert wrong == []
+    assert importing == []
 
 
 def test_imports_are_found() -> None:

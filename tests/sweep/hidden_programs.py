@@ -95,7 +95,7 @@ def train_on(run: Run, state: Any, batches: Iterator[Any], **extras: Any) -> Non
     train(run, state, update, **extras)
 
 
-def epochs(run: Run, state: Any, loader: Any, update: Any, at_end: Callable[[], object] = int, **extras: Any) -> None:
+def epochs(run: Run, state: Any, loader: Any, update: Any, at_end: Any = lambda: None, **extras: Any) -> None:
     """Train in nested loops over epochs; ``update`` returns the loss of a batch, ``at_end`` follows each epoch."""
     with run.callback() as checkpoint:
         state, step = checkpoint.restore_or_initialize(state, data=loader, **extras)
