@@ -54,6 +54,10 @@ class Run(cases.Run):
         self.checkpoint = super().callback(part)
         return self.checkpoint
 
+    def handed(self, **parts: Any) -> dict[str, Any]:
+        """Return what is handed over with the advised line, and nothing without it."""
+        return parts if self.is_advised else {}
+
     def note(self, step: int, state: Any, loss: Any, batch: Any = None, epoch: int = 0, **extras: Any) -> None:
         """Note what a step has given, before anything is told of it."""
         kinds = np.random.Generator | random.Random | torch.Generator

@@ -61,9 +61,9 @@ def _key(run: Run) -> None:
     def update(state: Any) -> Any:
         nonlocal key
         state, key, loss = compiled(state, state.get("key", key), next(batches).numpy())
-        return state | ({"key": key} if run.is_advised else {}), loss
+        return state | run.handed(key=key), loss
 
-    train(run, {"params": new_params()} | ({"key": key} if run.is_advised else {}), update, data=batches)
+    train(run, {"params": new_params()} | run.handed(key=key), update, data=batches)
 
 
 class Normed(linen.Module):
@@ -94,9 +94,9 @@ def _statistics(run: Run) -> None:
         nonlocal statistics
         now = state.get("statistics", statistics)
         model, statistics, loss = compiled(state["model"], now, next(batches).numpy())
-        return {"model": model} | ({"statistics": statistics} if run.is_advised else {}), loss
+        return {"model": model} | run.handed(statistics=statistics), loss
 
-    train(run, {"model": model} | ({"statistics": statistics} if run.is_advised else {}), update, data=batches)
+    train(run, {"model": model} | run.handed(statistics=statistics), update, data=batches)
 
 
 class Annealed(nnx.Module):
@@ -159,7 +159,7 @@ def _grain(run: Run) -> None:
 
     source = grain.MapDataset.source(list(examples().numpy())).seed(3).shuffle().repeat().batch(SIZE)
     batches = iter(source.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=1)))
-    extras = {"data": batches} if run.is_advised else {}
+    extras = run.handed(data=batches)
     with run.callback() as checkpoint:
         params, start = checkpoint.restore_or_initialize(new_params(), **extras)
         for step in range(start + 1, run.total + 1):

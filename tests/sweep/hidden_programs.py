@@ -140,7 +140,7 @@ class Batches:
 @hiding("the place in a loader", "batch", "state")
 def _place(run: Run) -> None:
     batches = hf.skip_to(loader_of(shuffle=True, generator=torch.Generator().manual_seed(4)))
-    train_on(run, new_state(), batches, **({"data": batches} if run.is_advised else {}))
+    train_on(run, new_state(), batches, **run.handed(data=batches))
 
 
 @hiding("a state that set_state does not take back", "batch", "state")
@@ -153,13 +153,13 @@ def _forgetful(run: Run) -> None:
 def _batch_in_flight(run: Run) -> None:
     state, batches = new_state(), Batches()
     with run.callback() as checkpoint:
-        extras = {"ahead": torch.zeros(SIZE, FEATURES)} if run.is_advised else {}
-        state, start = checkpoint.restore_or_initialize(state, data=batches, **extras)
+        fresh = run.handed(ahead=torch.zeros(SIZE, FEATURES))
+        state, start = checkpoint.restore_or_initialize(state, data=batches, **fresh)
         ahead = checkpoint.extras["ahead"] if start and run.is_advised else next(batches)
         for step in range(start + 1, run.total + 1):
             batch, ahead = ahead, next(batches)
-            extras = {"ahead": ahead} if run.is_advised else {}
-            if run.report(checkpoint, step, state, fit(state, batch), data=batches, batch=batch, **extras):
+            handed = run.handed(ahead=ahead)
+            if run.report(checkpoint, step, state, fit(state, batch), data=batches, batch=batch, **handed):
                 break
 
 
@@ -207,8 +207,7 @@ def _deep_generator(run: Run) -> None:
 @hiding("a generator deep in a loader with a state", "batch", "state")
 def _deep_generator_beside_a_state(run: Run) -> None:
     data, state = Noisy(), new_state()
-    extras: dict[str, Any] = {"rng": data.rng} if run.is_advised else {}
-    epochs(run, state, StatefulDataLoader(data, SIZE), lambda batch: fit(state, batch), **extras)
+    epochs(run, state, StatefulDataLoader(data, SIZE), lambda batch: fit(state, batch), **run.handed(rng=data.rng))
 
 
 class Order(Sampler[int]):
@@ -307,7 +306,7 @@ def _replay(run: Run) -> None:
         replay.batches.append(next(batches))
         return fit(state, torch.cat(replay.choice.choices(replay.batches, k=2)))
 
-    train(run, state, update, data=batches, **({"replay": replay} if run.is_advised else {}))
+    train(run, state, update, data=batches, **run.handed(replay=replay))
 
 
 class Walk:
@@ -328,7 +327,7 @@ class Walk:
 def _environment(run: Run) -> None:
     env: Any = Walk()
     env.reset(seed=7)
-    train_on(run, new_state() | ({"env": env} if run.is_advised else {}), env)
+    train_on(run, new_state() | run.handed(env=env), env)
 
 
 # ---- models, optimizers and states
@@ -375,7 +374,7 @@ class Perturbed(nn.Linear):
 @hiding("a generator in a module", "metrics", "state")
 def _generator(run: Run) -> None:
     rng = np.random.default_rng(5)
-    train_on(run, new_state(Perturbed(rng)), drawn(), **({"rng": rng} if run.is_advised else {}))
+    train_on(run, new_state(Perturbed(rng)), drawn(), **run.handed(rng=rng))
 
 
 class Adapting(torch.optim.SGD):
@@ -410,7 +409,7 @@ def _mean_teacher(run: Run) -> None:
             slow.lerp_(fast.detach(), 0.1)
         return loss
 
-    train(run, state | ({"teacher": teacher} if run.is_advised else {}), update, data=batches)
+    train(run, state | run.handed(teacher=teacher), update, data=batches)
 
 
 @hiding("the patience of a plateau", "state")
@@ -418,8 +417,7 @@ def _patience(run: Run) -> None:
     """Halves the rate after three steps without a loss that is better by 0.1."""
     state, batches, plateau = new_state(), Batches(), {"best": float("inf"), "bad": 0}
     with run.callback() as checkpoint:
-        extras = {"plateau": plateau} if run.is_advised else {}
-        state, start = checkpoint.restore_or_initialize(state, data=batches, **extras)
+        state, start = checkpoint.restore_or_initialize(state, data=batches, **run.handed(plateau=plateau))
         best, bad = checkpoint.extras.get("plateau", plateau).values()
         for step in range(start + 1, run.total + 1):
             loss = fit(state, next(batches))
@@ -427,8 +425,8 @@ def _patience(run: Run) -> None:
             if bad == 3:
                 state["optimizer"].param_groups[0]["lr"] *= 0.5
                 bad = 0
-            extras = {"plateau": {"best": best, "bad": bad}} if run.is_advised else {}
-            if run.report(checkpoint, step, state, loss, data=batches, **extras):
+            handed = run.handed(plateau={"best": best, "bad": bad})
+            if run.report(checkpoint, step, state, loss, data=batches, **handed):
                 break
 
 
@@ -444,7 +442,7 @@ def _scheduler(run: Run) -> None:
         scheduler.step()
         return loss
 
-    train(run, state, update, **({"scheduler": scheduler} if run.is_advised else {}))
+    train(run, state, update, **run.handed(scheduler=scheduler))
 
 
 @hiding(
@@ -518,8 +516,7 @@ def _epoch(run: Run) -> None:
     """A lost count changes no weight here; ``epoch=`` shows it."""
     loader, state = StatefulDataLoader(list(examples()), SIZE), new_state()
     with run.callback() as checkpoint:
-        extras = {"epoch": 0} if run.is_advised else {}
-        _, step = checkpoint.restore_or_initialize(state, data=loader, **extras)
+        _, step = checkpoint.restore_or_initialize(state, data=loader, **run.handed(epoch=0))
         for epoch in count(checkpoint.extras.get("epoch", 0)):
             for batch in loader:
                 step += 1
