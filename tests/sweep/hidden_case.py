@@ -6,7 +6,7 @@ import logging
 import random
 import re
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +37,7 @@ class Run(cases.Run):
 
     Attributes:
         files: A directory for what the program itself writes, which outlives the process.
+        ends: What ends with the process, such as threads and open files.
         is_advised: Whether the program has the line that hands over what it would hide otherwise.
         seen: What each step gave: state, metrics, batch, generators, counters and gradients, by name.
         start: The step that it resumed from.
@@ -45,6 +46,7 @@ class Run(cases.Run):
 
     total: int = TOTAL
     files: str = ""
+    ends: ExitStack = field(default_factory=ExitStack)
     is_advised: bool = False
     seen: dict[int, dict[str, Any]] = field(default_factory=dict)
     start: int = 0
@@ -128,6 +130,16 @@ def program(name: str) -> Enter:
     return enter
 
 
+def hides(name: str) -> Enter:
+    """Enter a function that hides state, for which the words of a warning are not looked at."""
+
+    def enter(train: Callable[[Run], None]) -> Callable[[Run], None]:
+        PROGRAMS[name] = Program(train)
+        return train
+
+    return enter
+
+
 def hiding(name: str, *layers: str, says: str = "", **surely: int) -> Enter:
     """Enter a function twice: it hides state, of which ``layers`` differ, and hands it over if it ``is_advised``."""
 
@@ -168,7 +180,7 @@ def start(name: str, directory: str, files: str, **options: Any) -> Trace:
     logger.addHandler(listener)
     run = Run(directory, files=files, is_advised=PROGRAMS[name].is_advised, **options)
     try:
-        with suppress(InterruptionError):
+        with suppress(InterruptionError), run.ends:
             PROGRAMS[name].train(run)
     finally:
         logger.removeHandler(listener)

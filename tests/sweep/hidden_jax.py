@@ -13,9 +13,10 @@ import numpy as np
 import optax  # type: ignore[import-untyped]  # it ships no types
 from flax import nnx, struct
 from flax.training.train_state import TrainState
+from jax.experimental import io_callback
 from tests.versions import nnx_assign, nnx_value
 
-from .hidden_case import Run, hiding
+from .hidden_case import Run, hides, hiding
 from .hidden_programs import FEATURES, SIZE, Batches, examples
 
 RATE = 0.05
@@ -64,6 +65,56 @@ def _key(run: Run) -> None:
         return state | run.handed(key=key), loss
 
     train(run, {"params": new_params()} | run.handed(key=key), update, data=batches)
+
+
+@hides("a value that jit has captured")
+def _captured(run: Run) -> None:
+    """The compiled function has the scale of the first batch in it, as it was when it was traced."""
+    batches, scale = Batches(), {"of inputs": 1.0}
+
+    @jax.jit
+    def compiled(params: Any, x: Any) -> Any:
+        return descend(params, lambda params: error_of(params, x / scale["of inputs"]))
+
+    def update(state: Any) -> Any:
+        x = next(batches).numpy()
+        scale["of inputs"] = float(np.abs(x).mean())
+        return compiled(state, x)
+
+    train(run, new_params(), update, data=batches)
+
+
+@hides("noise of a callback to the host")
+def _callback(run: Run) -> None:
+    batches, generator = Batches(), np.random.default_rng(4)
+    shape = jnp.zeros(FEATURES)  # of what it returns
+
+    def draw() -> Any:
+        return generator.normal(size=FEATURES).astype(np.float32) / 10
+
+    @jax.jit
+    def compiled(params: Any, x: Any) -> Any:
+        noise = io_callback(draw, shape, ordered=True)
+        return descend(params, lambda params: error_of(params, x + noise))
+
+    train(run, new_params(), lambda state: compiled(state, next(batches).numpy()), data=batches)
+
+
+@hides("a default argument that grows")
+def _default_argument(run: Run) -> None:
+    """Numpy only: gradients are averaged over all steps, as in dual averaging."""
+    batches = Batches()
+
+    def average(gradient: Any, seen: list[Any] = []) -> Any:  # noqa: B006 - this is what it shows
+        seen.append(gradient)
+        return np.mean(seen, axis=0)
+
+    def update(state: Any) -> Any:
+        x = next(batches).numpy()
+        difference = x @ state["w"] - x.sum(1)
+        return {"w": state["w"] - RATE * average(2 * x.T @ difference / SIZE)}, np.square(difference).mean()
+
+    train(run, {"w": np.zeros(FEATURES, np.float32)}, update, data=batches)
 
 
 class Normed(linen.Module):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 # The modules of programs enter them into the table.
-from . import hidden_jax, hidden_programs, lightning_runs, public_jax_programs, public_torch_programs  # noqa: F401
+from . import hidden_elsewhere, hidden_jax, hidden_programs, lightning_runs, public_jax_programs, public_torch_programs  # noqa: F401  # noqa: F401
 from .cases import NEVER, Case, judge, new_directory
 from .hidden_case import INTERRUPTIONS, PROGRAMS, SURELY, TOTAL, Trace, differing, start
 
