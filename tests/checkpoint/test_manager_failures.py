@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import resource
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -150,20 +151,43 @@ def test_an_unfinished_step_that_cannot_be_removed_is_moved_aside(
         check_whole(manager, [2])
 
 
-def test_a_file_that_the_system_refuses(tmp_path: Path) -> None:
+# ---- a real file system that is full, or refuses large files
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    place = tmp_path / "small"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", place], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("mounting a file system is not allowed here")
+    yield place
+    subprocess.run(["umount", place], check=True)
+
+
+@pytest.fixture
+def small_files(tmp_path: Path) -> Iterator[Path]:
     """A file that would be larger is refused by an error: Python ignores the signal of the system."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2 << 20, limits[1]))
-    try:
-        with hf.CheckpointManager(tmp_path) as manager:
-            manager.save(1, tree(1))
-            manager.save(2, {"weights": np.ones(1 << 20)})
-            with pytest.raises(hf.SaveFailedError, match="File too large") as caught:
-                manager.save(3, tree(3))
-            assert caught.value.step == 2
-            assert isinstance(caught.value.__cause__, hf.errors.StorageFullError)
-            manager.wait_until_finished()
-            check_whole(manager, [1, 3])
-            assert not (tmp_path / "2").exists()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    yield tmp_path
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize(
+    ("limited", "said"), [("small_disk", "No space left"), ("small_files", "File too large")], ids=["disk", "files"]
+)
+def test_no_room_on_a_real_file_system(limited: str, said: str, request: pytest.FixtureRequest) -> None:
+    place: Path = request.getfixturevalue(limited)
+    with hf.CheckpointManager(place / "run") as manager:
+        manager.save(1, tree(1))
+        manager.save(2, {"weights": np.ones(1 << 20)})
+        with pytest.raises(hf.SaveFailedError, match=said) as caught:
+            manager.save(3, tree(3))
+        assert caught.value.step == 2
+        assert isinstance(caught.value.__cause__, hf.errors.StorageFullError)
+        manager.wait_until_finished()
+        check_whole(manager, [1, 3])
+        assert not (place / "run" / "2").exists()
