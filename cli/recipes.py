@@ -144,14 +144,14 @@ def _plan_text(plan: dict[str, Any]) -> str:
 @arguments.as_json
 def recipes(name: str | None, as_json: bool) -> int:
     """List the available recipes."""
-    from ..recipes.problems import closest_key
+    from ..recipes.problems import closest_name
     from ..recipes.registry import RECIPES, find_recipe, installed_recipes
 
     installed = installed_recipes()
     if name is not None:
         if (recipe := find_recipe(name)) is None:
             names = [*RECIPES, *installed]
-            hint = closest_key(name, names) or f"; the recipes are {', '.join(names)}, or write module:function"
+            hint = closest_name(name, names) or f"; the recipes are {', '.join(names)}, or write module:function"
             raise OptionError(f"no recipe is called {name}{hint}")
         return _explain(recipe.schema, name, as_json)
     listed: list[dict[str, Any]] = [

@@ -30,7 +30,7 @@ from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from ..engine.errors import OptionError
 from ..engine.foreign_arguments import foreign_hint
 from .bundled import bundled_configs, bundled_text
-from .problems import ConfigError, KeyPath, Problem, SourceLine, closest_key, described, dotted
+from .problems import ConfigError, KeyPath, Problem, SourceLine, closest_name, described, dotted
 from .registry import RECIPES, Recipe, find_recipe, installed_recipes
 from .schema import Config, fields_of, is_section
 
@@ -160,7 +160,7 @@ def read_config(name: str) -> tuple[str, str]:
         hint = f"did you mean {inside}?" if inside.is_file() else "give the path of a YAML file"
         text = f"this is a directory; {hint}"
     else:
-        hint = closest_key(bundled, names) or f"; bundled: {', '.join(names)}"
+        hint = closest_name(bundled, names) or f"; bundled: {', '.join(names)}"
         text = f"no such file, and holdfast has no configuration with this name{hint}"
     raise ConfigError([Problem(SourceLine(name), "", text)])
 
@@ -227,7 +227,7 @@ def _recipe(document: Document) -> Recipe:
         if recipe is not None:
             return recipe
         text = f"expected one of {names}, found {described(name)}"
-        text += closest_key(name, recipes) if isinstance(name, str) else ""
+        text += closest_name(name, recipes) if isinstance(name, str) else ""
     except OptionError as error:
         text = str(error)
     if "recipe" not in document.root:
@@ -250,7 +250,7 @@ def _explained(error: ErrorDetails, recipe: Recipe) -> str:
 def _unknown_key(path: KeyPath, schema: type[Config]) -> str:
     word, siblings = str(path[-1]), _keys(schema, path[:-1])
     hint = foreign_hint(word) if path[0] == "checkpoint" else ""
-    hint = hint or closest_key(word, siblings)
+    hint = hint or closest_name(word, siblings)
     if not hint:
         elsewhere = {key: f"{name}.{key}" for name in schema.model_fields for key in _keys(schema, (name,))}
         same = elsewhere.get(word, word if word in schema.model_fields else None)

@@ -10,7 +10,8 @@ from ..engine.errors import OptionError, did_you_mean, shortened_text
 
 KeyPath = tuple[str | int, ...]
 
-closest_key = partial(did_you_mean, shown='"{}"')
+# Messages about configurations show names in double quotes, as YAML writes them.
+closest_name = partial(did_you_mean, shown='"{}"')
 
 
 @dataclass(frozen=True, slots=True)

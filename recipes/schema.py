@@ -21,7 +21,7 @@ from ..engine.manager import Local, Mirror, option_texts, save_interval
 from ..engine.storage import Place as PlaceOrPath
 from ..integrations.loop import CheckpointCallback
 from ..integrations.options import CallbackOptions
-from .problems import KeyPath, closest_key
+from .problems import KeyPath, closest_name
 
 
 def _checked(check: Callable[[Any], object], expected: str) -> AfterValidator:
@@ -224,7 +224,7 @@ class Config(Section):
         for index, key in enumerate(self.checkpoint.allow_changes):
             if key not in keys:
                 text = f'expected one of {", ".join(self.IDENTITY[1:])}, or a key in them, found "{key}"'
-                yield ("checkpoint", "allow_changes", index), text + closest_key(key, keys)
+                yield ("checkpoint", "allow_changes", index), text + closest_name(key, keys)
 
     def identity_keys(self) -> Iterator[str]:
         """Yield the dotted names of all sections and keys that identify the run."""
@@ -239,7 +239,7 @@ def _unknown(name: str, noun: str, names: Sequence[str]) -> str | None:
     """Return an error message if ``names`` is not empty and does not contain ``name``; otherwise, return None."""
     if not names or name in names:
         return None
-    return f'expected {noun} of this recipe ({", ".join(names)}), found "{name}"' + closest_key(name, names)
+    return f'expected {noun} of this recipe ({", ".join(names)}), found "{name}"' + closest_name(name, names)
 
 
 class DigitsData(Section):
