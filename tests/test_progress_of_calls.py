@@ -11,6 +11,7 @@ import numpy as np
 import orbax.checkpoint as ocp  # type: ignore[import-untyped]  # it comes without type information
 import pytest
 import torch
+from tests.damage import flip
 
 import holdfast as hf
 from holdfast.engine.progress import Share
@@ -53,9 +54,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
     hf.save(root / "compressed", {"w": np.zeros(200_000), "v": np.ones(200_000)}, layout=hf.Layout(compression=1))
     hf.save(root / "damaged", TREE)
     data = max((root / "damaged").rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
-    content = bytearray(data.read_bytes())
-    content[len(content) // 2] ^= 1
-    data.write_bytes(content)
+    flip(data)
     torch.save({name: torch.ones(1000) for name in "ab"}, root / "file.pt")
     with ocp.CheckpointManager(root / "orbax") as orbax:
         for step in (1, 2):

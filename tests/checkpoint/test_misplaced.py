@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.damage import flip
 from tests.equality import assert_same
 from tests.format.ocdbt_entries import decode_database
 from tests.processes.threads import together, unwrap
@@ -142,8 +143,6 @@ def test_other_files_of_another_step(tmp_path: Path) -> None:
 def test_an_index_that_says_other_checksums(path: str, tmp_path: Path) -> None:
     """The index ends with the checksums; the commit record has the digest of the whole."""
     hf.save(tmp_path, weights(1), overwrite=True)
-    content = bytearray((tmp_path / "state" / path).read_bytes())
-    content[-12] ^= 1
-    (tmp_path / "state" / path).write_bytes(content)
+    flip(tmp_path / "state" / path, -12)
     with pytest.raises(hf.DamagedCheckpointError, match=f"{path} is not what was saved"):
         hf.load(tmp_path, select="scale")

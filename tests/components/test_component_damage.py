@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.damage import flip
 from tests.ids import plain_id
 
 import holdfast as hf
@@ -127,9 +128,7 @@ def test_what_is_missing_is_named(saved: Path, name: str) -> None:
 
 def test_verify_finds_what_is_flipped(saved: Path) -> None:
     (file,) = (saved / "b" / "state" / "d").glob("*.0.0")
-    content = bytearray(file.read_bytes())
-    content[0] ^= 1
-    file.write_bytes(content)
+    flip(file, 0)
     problems = [problem for one in hf.verify(saved).checkpoints for problem in one.problems]
     assert [(problem.file.rpartition("/")[0], problem.leaf) for problem in problems] == [("b/state/d", "b: weights")]
     assert not hf.verify(saved / "b").ok

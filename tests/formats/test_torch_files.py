@@ -16,6 +16,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from tests.damage import flip
 from tests.equality import assert_same
 from tests.formats.torch_values import WAS_RUN, Evil
 
@@ -167,16 +168,9 @@ def test_torch_is_not_needed(tmp_path: Path) -> None:
 # ---- damage
 
 
-def flipped(path: Path, position: int) -> Path:
-    data = bytearray(path.read_bytes())
-    data[position] ^= 1
-    path.write_bytes(data)
-    return path
-
-
 def test_a_flipped_bit_in_a_part_of_a_storage_is_neither_read_nor_converted(tmp_path: Path) -> None:
     path = saved(tmp_path, {"x": torch.full((100,), 7, dtype=torch.uint8)[20:60], "y": torch.zeros(3)})
-    flipped(path, path.read_bytes().index(b"\7" * 100) + 50)  # the checksum is that of 100 bytes
+    flip(path, path.read_bytes().index(b"\7" * 100) + 50)  # the checksum is that of 100 bytes
     with pytest.raises(hf.DamagedCheckpointError, match=r"damaged in 1 of its leaves.*\n  x: .*100 bytes .*checksum"):
         hf.load(path)
     assert {problem.leaf for problem in hf.verify(path).checkpoints[0].problems} == {"", "x"}

@@ -10,7 +10,7 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.manager.runs import flip
+from tests.damage import flip
 
 
 def removed(path: Path) -> Path:

@@ -70,15 +70,6 @@ def newest_whole(manager: hf.CheckpointManager, items: Any = None) -> Any:
     return restored
 
 
-def flip(file: Path, at: int | None = None) -> None:
-    """Changes a bit of a file, in its middle by default, as a disk does: the times of the file stay."""
-    times, content = file.stat(), bytearray(file.read_bytes())
-    content[len(content) // 2 if at is None else at] ^= 1
-    file.chmod(0o600)
-    file.write_bytes(content)
-    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
-
-
 class HeldHandler(hf.PyTreeCheckpointHandler):
     """Writes only once it is let go, and takes a snapshot unless it is held; fails to write while it is told to."""
 

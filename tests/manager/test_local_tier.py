@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.manager.runs import commit, flip, newest_whole, opened
+from tests.damage import flip
+from tests.manager.runs import commit, newest_whole, opened
 from tests.processes.threads import memory_coordinators, together, unwrap
 
 import holdfast as hf

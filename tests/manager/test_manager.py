@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from tests.manager.runs import HeldHandler, commit, flip, let_go, opened, reading, saved, tree
+from tests.damage import flip
+from tests.manager.runs import HeldHandler, commit, let_go, opened, reading, saved, tree
 
 import holdfast as hf
 from holdfast.cli.main import main

@@ -20,9 +20,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from tests.damage import flip
 from tests.equality import assert_same
 from tests.events import heard
-from tests.manager.runs import commit, flip, newest_whole, opened
+from tests.manager.runs import commit, newest_whole, opened
 
 import holdfast as hf
 from holdfast.components import Checkpointable, ComponentCheckpointHandler

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.damage import flip
 from tests.dtypes import DTYPES, EMPTY
 from tests.equality import assert_same
 from tests.processes.harness import Backend, Process, run_outcomes, run_processes, told
@@ -182,9 +183,7 @@ def test_damage_that_one_process_finds_sends_all_to_an_older_step(
     save(tmp_path, 1, 2)
     files = [path for path in (tmp_path / "2").rglob("*") if path.is_file()]
     chosen = max(files, key=lambda path: (path.name == victim, path.stat().st_size))
-    content = bytearray(chosen.read_bytes())
-    content[len(content) // 2] ^= 1
-    chosen.write_bytes(content)
+    flip(chosen)
     assert run_processes(restore_damaged, 3, str(tmp_path), backend=backend) == [(1, [2])] * 3
 
 
