@@ -394,8 +394,8 @@ def skip_to(
 
     - the epoch, which is passed to ``set_epoch`` of the loader or its sampler, such as ``DistributedSampler``;
     - the states of random generators at the start of the epoch: the global generators of Python, numpy and torch, and
-      the ``generator`` attributes of the loader, its ``sampler`` and ``batch_sampler.sampler``. Pass all other
-      generators, such as a transform's, in ``generators``;
+      the ``generator`` attributes of the loader, ``sampler``, ``batch_sampler`` and ``batch_sampler.sampler``. Pass all
+      other generators, such as a transform's, in ``generators``;
     - the value that ``get`` in ``state`` returns at the start of the epoch, such as an epoch count or a JAX key.
 
     A warning is logged if the last batch before a stop differs when it is drawn again. With ``global_batch_size``, the
@@ -569,10 +569,12 @@ def drawing_sampler(loader: Any) -> str | None:
 
 def generators_of(loader: Any) -> dict[str, Any]:
     """Return the ``generator`` attributes of a loader and its samplers, keyed by name and without duplicates."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
     owners = {
         "loader": loader,
         "sampler": getattr(loader, "sampler", None),
-        "batch_sampler.sampler": getattr(getattr(loader, "batch_sampler", None), "sampler", None),
+        "batch_sampler": batch_sampler,
+        "batch_sampler.sampler": getattr(batch_sampler, "sampler", None),
     }
     generators = {f"{name}.generator": getattr(owner, "generator", None) for name, owner in owners.items()}
     return _each_once({name: generator for name, generator in generators.items() if is_generator(generator)})
