@@ -14,6 +14,7 @@ from ..errors import (
     CheckpointNotFoundError,
     DamagedCheckpointError,
     FormatVersionError,
+    HoldfastError,
     OptionError,
     itemized,
 )
@@ -86,6 +87,7 @@ def copy_checkpoint(
         CheckpointNotFoundError: The source contains no holdfast checkpoint.
         CheckpointExistsError: The destination contains another checkpoint, or other files.
         DamagedCheckpointError: The source is damaged; the message names the files. Intact steps are still copied.
+        FormatVersionError: The source, or a step of it, was written by a newer version. Other steps are still copied.
         OwnershipError: A run is writing to the destination.
         StorageError: The source cannot be read, or the destination cannot be written.
         PeerFailedError: Raised on the other processes if the copy failed on process 0.
@@ -153,7 +155,7 @@ class _Copy:
     def _copy_steps(self, source: Location, destination: Location, steps: list[StepEntry]) -> list[CopyReport]:
         ownership = Ownership(destination, SystemClock())
         ownership.take()
-        done, damaged = [], []
+        done, unreadable = [], list[tuple[int, HoldfastError]]()
         there = {(folder.series, folder.step): folder.location.name for folder in step_folders(destination)}
         sizes = [0 if entry.record is None else entry.record.nbytes for entry in steps]
         self.progress.expect(sum(sizes))
@@ -171,16 +173,18 @@ class _Copy:
                             follow(target, copied, replace(copied, metrics=entry.record.metrics))
                     except CheckpointNotFoundError:  # the run has since deleted the step
                         continue
-                    except DamagedCheckpointError as error:
-                        damaged.append(f"step {entry.step}: {error}")
+                    except (DamagedCheckpointError, FormatVersionError) as error:
+                        unreadable.append((entry.step, error))
             store_metadata(destination, stored_metadata(source))
             copy_options(source, destination)
         finally:
             ownership.release()
-        if damaged:
-            raise DamagedCheckpointError(
-                itemized(f"{source}: damaged steps were not copied; the {len(done)} others were:", damaged)
-            )
+        if unreadable:
+            is_damaged = any(isinstance(error, DamagedCheckpointError) for _, error in unreadable)
+            what = "damaged" if is_damaged else "unreadable"
+            title = f"{source}: {what} steps were not copied; the {len(done)} others were:"
+            problems = [f"step {step}: {error}" for step, error in unreadable]
+            raise (DamagedCheckpointError if is_damaged else FormatVersionError)(itemized(title, problems))
         return done
 
 
