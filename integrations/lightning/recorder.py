@@ -254,8 +254,9 @@ class FitRecorder:
         if point != "batch" or self.fit.trainer.fit_loop.epoch_loop.done or not self._stop.let_steps_follow():
             self._leave()
         left = self._stop.steps.left
-        text = "preempted: step %d is saved in %s; stopping after at most %d more batch%s, which the resume is compared with"
-        self.fit.say(text, step, self.fit.store.directory, left, "" if left == 1 else "es")
+        batches = f"{left} more batch{'' if left == 1 else 'es'}"
+        text = "preempted: step %d is saved in %s; stopping after at most %s, which the resume is compared with"
+        self.fit.say(text, step, self.fit.store.directory, batches)
 
     def _leave(self) -> NoReturn:
         self._stop.leave(self.fit.step if self._stop.steps.left is None else self.writer.newest.step)
