@@ -171,9 +171,9 @@ def _imported(path: str, where: str) -> Any:
         target: Any = importlib.import_module(module)
         for part in name.split("."):
             target = getattr(target, part)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # importing a module runs its code, which may raise anything
         raise OptionError(
-            f"{where} names {path}, which cannot be imported: {error}. If its name has changed, pass "
-            f"renamed={{{path!r}: ...}}"
+            f"{where} names {path}, which cannot be imported: {type(error).__name__}: {error}. If its name has "
+            f"changed, pass renamed={{{path!r}: ...}}"
         ) from error
     return target
