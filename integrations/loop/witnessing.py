@@ -373,7 +373,9 @@ class Witness:
         if layer == "generators":
             count = len(saved["generators"])
             return f"{count} generators" if count > 1 else "a generator"
-        if layer in ("metrics", "counters"):
+        if layer == "counters":  # an integration's counter of batches is not the batch, which is a layer of its own
+            return shortened(["batch index" if name == "batch" else name for name in saved[layer]], 3)
+        if layer == "metrics":
             return shortened([name for name in saved[layer] if not is_time(name)], 3)
         return layer
 

@@ -47,7 +47,7 @@ def test_a_resume_that_is_exact(tmp_path: Any, caplog: pytest.LogCaptureFixture)
     assert resumed(tmp_path) == Proof(exact=True, steps=(4, 5))
     (line,) = [text for text in caplog.messages if text.startswith("exact: ")]
     assert line.startswith("exact: steps 4 and 5 are those of before the stop (batch, ")
-    assert "batch, epoch, step" in line
+    assert "batch index, epoch, step" in line
     assert not [text for text in caplog.messages if text.startswith("not exact") or "as saved, except" in text]
 
 
