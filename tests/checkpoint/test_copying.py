@@ -22,6 +22,8 @@ import holdfast as hf
 from holdfast.engine.checkpoint import copying
 from holdfast.engine.checkpoint.copying import BESIDE, Transfer, copied_step
 from holdfast.engine.clock import bytes_per_second
+from holdfast.engine.errors import FormatVersionError
+from holdfast.engine.format import encode_document
 from holdfast.engine.steps import read_record
 from holdfast.engine.storage import Location, as_location
 
@@ -296,10 +298,20 @@ def test_a_run_is_copied_with_what_belongs_to_it(tmp_path: Path, place: str, pre
         assert manager.restore()["w"].tolist() == [3] * 9
 
 
-def test_the_whole_steps_of_a_damaged_run_are_copied(tmp_path: Path, stored: Files, place: str) -> None:
+@pytest.mark.parametrize(
+    ("file", "content", "error", "message"),
+    [
+        ("state/tree.json", b"{}", hf.DamagedCheckpointError, r"damaged steps were .* step 2: .*2/state/tree.json"),
+        ("checkpoint.json", encode_document("checkpoint", {}, version=9), FormatVersionError, "step 2: .* version 9"),
+    ],
+    ids=["damaged", "newer version"],
+)
+def test_the_steps_of_a_run_that_can_be_read_are_copied(
+    tmp_path: Path, stored: Files, place: str, file: str, content: bytes, error: type[Exception], message: str
+) -> None:
     run(f"{tmp_path}/run", (1, 2, 3))
-    stored(f"{tmp_path}/run/2").write("state/tree.json", b"{}")
-    with pytest.raises(hf.DamagedCheckpointError, match=r"step 2: .*2/state/tree.json"):
+    stored(f"{tmp_path}/run/2").write(file, content)
+    with pytest.raises(error, match=f"(?s){message}"):
         hf.copy_checkpoint(tmp_path / "run", place)
     assert [one.step for one in hf.list_checkpoints(place)] == [1, 3]
 

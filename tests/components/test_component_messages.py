@@ -47,6 +47,7 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
     learner.save_to_path(place / "many" / "7")
     hf.save(place / "tree", {"a": np.ones(3)})
     torch.save(Policy().state_dict(), place / "policy.pt")
+    (place / "fails_here.py").write_text("raise ValueError('no such device')")
     with hf.CheckpointManager(place / "managed", {"learner": hf.Checkpointer(ComponentCheckpointHandler())}) as manager:
         manager.save(7, {"learner": learner})
     return place
@@ -55,6 +56,7 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _here(things: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(things)
+    monkeypatch.syspath_prepend(things)
 
 
 def restored(path: str, into: Any = None, **arguments: Any) -> Any:
@@ -129,7 +131,11 @@ NOT_VALID: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "module that is gone": (
         lambda: made(Checkpointable, "run/policies/p0", renamed={POLICY: "no_such_module:Brain"}, trust=True),
-        "cannot be imported: No module named 'no_such_module'. If its name has changed, pass renamed=",
+        "cannot be imported: ModuleNotFoundError: No module named 'no_such_module'. If its name has changed, pass",
+    ),
+    "module that fails": (
+        lambda: made(Checkpointable, "run/policies/p0", renamed={POLICY: "fails_here:Brain"}, trust=True),
+        "fails_here:Brain, which cannot be imported: ValueError: no such device",
     ),
     "new argument": (
         lambda: made(Brain, "run/policies/p0", renamed={POLICY: Brain}),

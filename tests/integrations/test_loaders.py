@@ -231,12 +231,13 @@ class Frozen(Shuffles):
         lambda: DataLoader(Drawing(), batch_size=3, sampler=OwnOrder(), generator=torch.default_generator),
         lambda: DataLoader(Drawing(), batch_size=3, shuffle=True),
         lambda: DataLoader(Drawing(), batch_size=3, sampler=WeightedRandomSampler([1.0] * 12, 12)),
+        lambda: DataLoader(Samples(), batch_sampler=DrawnBatches()),
         lambda: DataLoader(Drawing(), batch_size=2, num_workers=2, multiprocessing_context="fork"),
         lambda: DataLoader(Drawing(), batch_size=2, num_workers=1, generator=torch.Generator().manual_seed(5)),
     ],
     ids=[
         *("numpy's", "Python's", "Generator", "RandomState", "Random", "frozen", "sampler", "shuffle", "weighted"),
-        *("workers", "generator of workers"),
+        *("batches", "workers", "generator of workers"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", r"ignore:os.fork\(\) was called:RuntimeWarning")
@@ -655,6 +656,16 @@ class OwnBatches(OwnOrder):
 
     def __iter__(self) -> Iterator[Any]:
         return iter(torch.randperm(12).reshape(4, 3).tolist())
+
+
+class DrawnBatches(OwnBatches):
+    """Draws its order from a generator of its own, as samplers do that put samples of one length together."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(7)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(torch.randperm(12, generator=self.generator).reshape(4, 3).tolist())
 
 
 class EpochOrder(OwnOrder):
