@@ -27,7 +27,6 @@ MIDDLE, END = 5, 12  # updates before and after the interruption
 
 
 def numpy_tree() -> dict[str, Any]:
-    """Returns arrays of many dtypes and shapes, and Python values."""
     arrays = {
         np.dtype(dtype).name: np.arange(12).reshape(3, 4).astype(dtype)
         for dtype in ("bool", "int8", "uint16", "int64", "float16", "float32", "float64", "complex64")
@@ -50,14 +49,12 @@ def numpy_tree() -> dict[str, Any]:
 
 
 def torch_tree() -> dict[str, Any]:
-    """Returns torch tensors."""
     import torch
 
     return {"weight": torch.arange(12.0).reshape(3, 4), "half": torch.arange(5).to(torch.bfloat16), "step": 3}
 
 
 def jax_tree() -> dict[str, Any]:
-    """Returns jax arrays and a typed key."""
     import jax
     import jax.numpy as jnp
 
@@ -81,7 +78,6 @@ def write_trees(place: Path) -> None:
 
 
 def options_tree() -> dict[str, Any]:
-    """Returns a tree to be compressed and, in part, aggregated."""
     return {"small": np.arange(3), "large": np.arange(30_000, dtype=np.int64)}
 
 
@@ -89,12 +85,10 @@ def options_tree() -> dict[str, Any]:
 
 
 def manager_item(step: int) -> dict[str, Any]:
-    """Returns the items of a step."""
     return {"state": {"w": np.full((4, 3), step, np.float32), "n": step}, "facts": {"step": step}}
 
 
 def open_manager(place: Path) -> hf.CheckpointManager:
-    """Returns a manager of two items, with a prefix."""
     return hf.CheckpointManager(
         place,
         {
@@ -146,7 +140,6 @@ def torch_objects() -> dict[str, Any]:
 
 
 def write_torch_run(place: Path) -> None:
-    """Saves the objects of :func:`torch_objects`, whose values are small integers."""
     import torch
 
     with hf.CheckpointCallback(place, save_interval_steps=1) as checkpoint:
@@ -163,7 +156,6 @@ def write_torch_run(place: Path) -> None:
 
 
 def graph_objects() -> dict[str, Any]:
-    """Returns objects that a checkpoint of a graph holds: torch, plain values, containers, an alias."""
     import torch
 
     from holdfast import graph
@@ -185,7 +177,6 @@ def graph_objects() -> dict[str, Any]:
 
 
 def write_graphs(place: Path) -> None:
-    """Writes one checkpoint of a graph, and a managed run of three."""
     from holdfast import graph
 
     graph.Checkpoint(**graph_objects()).save(place / "one")
@@ -200,7 +191,6 @@ def write_graphs(place: Path) -> None:
 
 
 def make_trainer() -> Any:
-    """Returns a tree of components, as it is before training."""
     import torch
 
     from holdfast.components import Checkpointable
@@ -238,13 +228,11 @@ def make_trainer() -> Any:
 
 
 def component_values(trainer: Any) -> dict[str, Any]:
-    """Returns what a trainer has, as plain arrays."""
     weight = trainer.learner.policy.layer.weight.detach().numpy().copy()
     return {"weight": weight, "updates": trainer.learner.updates, "seen": list(trainer.seen)}
 
 
 def write_components(place: Path) -> None:
-    """Writes a tree of components that has trained."""
     trainer = make_trainer()
     for _ in range(MIDDLE):
         trainer.train()
@@ -255,8 +243,6 @@ def write_components(place: Path) -> None:
 
 
 class Numbers:
-    """An iterator whose position is saved."""
-
     def __init__(self) -> None:
         self.position = 0
 
@@ -268,11 +254,9 @@ class Numbers:
         return self.position * self.position % 17
 
     def get_state(self) -> Mapping[str, Any]:
-        """Returns the position."""
         return {"position": self.position}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes to a position."""
         self.position = state["position"]
 
 
@@ -378,7 +362,6 @@ def save_together(backend: str, place: Path) -> None:
 
 
 def together_values() -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Returns the values of the arrays that two processes save."""
     return np.arange(24, dtype=np.float32).reshape(6, 4)
 
 
@@ -395,7 +378,6 @@ def _one_of_two(backend: str, index: str, port: str, place: str) -> None:
 
 
 def write_together(place: Path) -> None:
-    """Writes one checkpoint of two processes for each framework."""
     for backend in ("jax", "torch"):
         with socket.socket() as found:
             found.bind(("127.0.0.1", 0))

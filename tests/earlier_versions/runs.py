@@ -80,9 +80,6 @@ class Plain(Noisy):
 class Shuffled(Sampler[int]):
     """Draws the order of an epoch from the global generator of torch."""
 
-    def __init__(self) -> None:
-        """There is no other state."""
-
     def __len__(self) -> int:
         return SAMPLES
 
@@ -145,7 +142,6 @@ class Resumed(Sampler[int]):
             yield index
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position, and the generator as it was when the epoch began."""
         return {"begun": self.begun, "given": self.given}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -163,11 +159,9 @@ class Counted:
         self.epoch = self.place = 0
 
     def state_dict(self) -> dict[str, int]:
-        """Returns the position."""
         return {"epoch": self.epoch, "place": self.place}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Goes to a position."""
         self.epoch, self.place = state["epoch"], state["place"]
 
     def __iter__(self) -> Iterator[torch.Tensor]:
@@ -178,8 +172,6 @@ class Counted:
 
 
 class Sized(Counted):
-    """The same, with a length."""
-
     size = 4
 
     def __len__(self) -> int:
@@ -209,7 +201,6 @@ class Stream(IterableDataset[torch.Tensor]):
             yield torch.tensor([10.0 * self.epoch + place["place"]])
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position."""
         return copy.deepcopy(self._state_dict)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -217,7 +208,6 @@ class Stream(IterableDataset[torch.Tensor]):
         self._starting_state_dict = state
 
     def set_epoch(self, epoch: int) -> None:
-        """Begins another epoch."""
         self.epoch = epoch
 
 
@@ -225,7 +215,6 @@ Stream.__name__, Stream.__module__ = "IterableDataset", "datasets.iterable_datas
 
 
 def of_torchdata(dataset: Any, **options: Any) -> Any:
-    """Returns a loader of torchdata."""
     from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
 
     return StatefulDataLoader(dataset, **options)
@@ -237,7 +226,6 @@ def shuffled_by_torchdata() -> Any:
 
 
 def of_nodes() -> Any:
-    """Returns a loader of nodes of torchdata."""
     from torchdata import nodes  # type: ignore[import-untyped]
 
     sampler = torch.utils.data.SequentialSampler(Plain())
@@ -248,7 +236,6 @@ def of_nodes() -> Any:
 
 
 def seed() -> None:
-    """Seeds the global generators as every start of a run does."""
     random.seed(1)
     np.random.seed(2)
     torch.manual_seed(3)
@@ -309,7 +296,6 @@ def run_loop(
 
 
 def loop(make_data: Callable[[], Any], **options: Any) -> Callable[..., dict[str, Any]]:
-    """Returns a run of a loop."""
     return lambda place, end, interval, stop: run_loop(place, end, interval, make_data, **options)
 
 
@@ -395,7 +381,6 @@ def run_trainer(
 
 
 def trainer(make_data: Callable[[], Any], **options: Any) -> Callable[..., dict[str, Any]]:
-    """Returns a run of a trainer."""
     return lambda place, end, interval, stop: run_trainer(place, end, interval, stop, make_data, **options)
 
 
@@ -416,7 +401,6 @@ class Run:
         return self.train(place, self.end, NEVER, -1)
 
     def write(self, place: Path) -> dict[str, Any]:
-        """Trains until the run is saved."""
         if self.in_validation:
             return self.train(place, self.end, NEVER, self.saved_at)
         return self.train(place, self.saved_at, self.saved_at, -1)
