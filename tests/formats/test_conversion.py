@@ -12,14 +12,12 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import optax  # type: ignore[import-untyped]  # it comes without type information
 import orbax.checkpoint as ocp  # type: ignore[import-untyped]  # it comes without type information
 import pytest
 import safetensors.numpy
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
-from flax.training.train_state import TrainState
 from tests.equality import assert_same
 from tests.formats.torch_values import DTYPES
 
@@ -77,31 +75,24 @@ def test_import_holds_only_some_leaves(tmp_path: Path, monkeypatch: pytest.Monke
     assert all(np.array_equal(found[name.partition(".")[2]], array) for name, array in arrays.items())
 
 
-def test_imports_that_are_refused(tmp_path: Path) -> None:
+def test_an_import_that_is_refused_and_one_over_another(tmp_path: Path) -> None:
     with pytest.raises(
         hf.errors.UnsupportedLeafError, match=r"none of its arrays can be read:\n  f \(the class or function"
     ):
         import_checkpoint(pt(tmp_path, {"f": print, "name": "x"}), tmp_path / "ckpt")
     assert not (tmp_path / "ckpt").exists()
-    path = pt(tmp_path, {"w": torch.ones(1)})
-    import_checkpoint(path, tmp_path / "ckpt")
-    with pytest.raises(hf.CheckpointExistsError):
-        import_checkpoint(path, tmp_path / "ckpt")
-    with pytest.raises(hf.CheckpointNotFoundError):
-        import_checkpoint(tmp_path / "missing", tmp_path / "new")
-    import_checkpoint(pt(tmp_path, {"w": torch.zeros(1)}), tmp_path / "ckpt", overwrite=True)
+    for value in (1, 0):
+        import_checkpoint(pt(tmp_path, {"w": torch.full((1,), value)}), tmp_path / "ckpt", overwrite=not value)
     assert hf.load(tmp_path / "ckpt")["w"].tolist() == [0]
 
 
 def test_import_of_a_whole_run_of_orbax(tmp_path: Path) -> None:
-    params = {"Dense_0": {"kernel": jnp.arange(6.0).reshape(2, 3), "bias": jnp.zeros(3, jnp.bfloat16)}}
-    create: Any = TrainState.create
-    state = create(apply_fn=print, params=params, tx=optax.adamw(1e-3))
+    state = {"kernel": jnp.arange(6.0).reshape(2, 3), "bias": jnp.zeros(3, jnp.bfloat16), "step": 0}
     options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"])
     with ocp.CheckpointManager(tmp_path / "orbax", options=options) as manager:
         for step in (10, 20):
             args = ocp.args.Composite(
-                state=ocp.args.StandardSave(state.replace(step=step)), config=ocp.args.JsonSave({"a": [1]})
+                state=ocp.args.StandardSave({**state, "step": step}), config=ocp.args.JsonSave({"a": [1]})
             )
             manager.save(step, args=args, metrics={"loss": step / 4})
 
@@ -111,7 +102,7 @@ def test_import_of_a_whole_run_of_orbax(tmp_path: Path) -> None:
         (10, {"loss": 2.5}, None),
         (20, {"loss": 5.0}, None),
     ]
-    assert_same(hf.load(tmp_path / "run", item="state", like=state), state.replace(step=20))
+    assert_same(hf.load(tmp_path / "run", item="state", like=state), {**state, "step": 20})
     assert hf.load(tmp_path / "run", item="config") == {"a": [1]}
     with hf.CheckpointManager(tmp_path / "run") as ours:
         assert ours.all_steps() == [10, 20]
@@ -175,21 +166,14 @@ def test_export_of_one_item_of_one_step(tmp_path: Path, to: Any) -> None:
             manager.save(step, {"a": {"x": np.full(2, step)}, "b": {"y": np.ones(1)}}, force=True)
 
     export = functools.partial(export_checkpoint, tmp_path / "run", tmp_path / "x", to)
-    with pytest.raises(hf.errors.OptionError, match="trees a, b"):
-        export()
-    with pytest.raises(hf.CheckpointNotFoundError, match="no tree 'c'"):
-        export(item="c")
     (done,) = export(step=1, item="a")
     assert done.step == 1
     assert hf.load(tmp_path / "x")["x"].tolist() == [1, 1]
     with pytest.raises(hf.CheckpointExistsError):
         export(item="a")
-    if to == "dcp":
-        with pytest.raises(hf.errors.OptionError, match="remove the destination"):
-            export(item="a", overwrite=True)
-        return
-    export(item="a", overwrite=True)
-    assert hf.load(tmp_path / "x")["x"].tolist() == [2, 2]
+    if to != "dcp":
+        export(item="a", overwrite=True)
+        assert hf.load(tmp_path / "x")["x"].tolist() == [2, 2]
 
 
 @pytest.mark.parametrize(
@@ -199,8 +183,8 @@ def test_export_of_one_item_of_one_step(tmp_path: Path, to: Any) -> None:
         ("torch", "x.safetensors", {}, "to='torch' does not fit .*x.safetensors: other programs read"),
         ("orbax", "x", {"root": "model"}, "root= does not apply to Orbax, which restores the whole tree"),
         ("orbax", "x", {"overwrite": True}, "overwrite= does not apply to Orbax: remove the destination"),
+        ("dcp", "x", {"overwrite": True}, "overwrite= does not apply to torch.distributed.checkpoint: remove"),
     ],
-    ids=["unknown format", "name of another format", "a part for Orbax", "a directory that is there"],
 )
 def test_exports_that_are_refused(tmp_path: Path, to: Any, name: str, options: Any, message: str) -> None:
     with pytest.raises(hf.errors.OptionError, match=message):
