@@ -23,7 +23,6 @@ from holdfast.engine.format import (
     Entries,
     NodePlace,
     chunk_keys,
-    encode_array_metadata,
     key_order,
     metadata_keys,
 )
@@ -230,52 +229,9 @@ def test_checksums_follow_every_node_or_none() -> None:
 # ---- TensorStore
 
 
-def test_tensorstore_reads_it_and_adds_to_it() -> None:
-    context = ts.Context()
-    values = np.arange(60 * 50, dtype=np.float32).reshape(60, 50)
-    arrays = {f"layer{i}.kernel": values + i for i in range(40)}
-    names = [list(arrays)[position] for position in key_order(list(arrays))]
-    content: dict[str, bytes] = {}
-    file_ids, offsets = [], []
-    for name in names:
-        for number in range(60):  # one file a row
-            path = f"d/0123abcd.{number}.0"
-            file_ids.append(number)
-            offsets.append(len(content.setdefault(path, b"")))
-            content[path] += arrays[name][number].tobytes()
-    metadata = encode_array_metadata((60, 50), "float32", (1, 50)).replace(b',{"name":"crc32c"}', b"")
-    columns = (np.array(file_ids), np.array(offsets), np.full(2400, 200), np.zeros(2400, np.uint32))
-    index = ArrayIndex(names, [(60, 1)] * 40, [metadata] * 40, list(content), *columns)
-    manifest, nodes = encoded(index, node_limit=3000)
-    store = ts.KvStore.open("memory://a/", context=context).result()
-    for path, data in {**content, "d/index": nodes, "manifest.ocdbt": manifest}.items():
-        store.write(path, data).result()
-    database = ts.KvStore.open("memory://a/|ocdbt:", context=context).result()
-
-    base: Any = database.base
-    (version,) = ts.ocdbt.dump(base).result()["versions"]
-    assert version["root"]["statistics"] == {
-        "num_keys": 40 * 61,
-        "num_tree_bytes": len(nodes) - nodes.count(CHECKSUMS_MAGIC) * len(CHECKSUMS_MAGIC) - 4 * 2400,
-        "num_indirect_value_bytes": 2400 * 200,
-    }
-    assert (version["generation_number"], version["commit_time"]) == (1, CREATED)
-    assert len(database.list().result()) == 40 * 61
-    for name, array in arrays.items():
-        spec = {
-            "driver": "zarr3",
-            "kvstore": {"driver": "ocdbt", "base": "memory://a/", "path": f"{name}/"},
-            "fill_missing_data_reads": False,
-        }
-        np.testing.assert_array_equal(ts.open(spec, open=True, context=context).result().read().result(), array)
-    database.write(b"layer1.new", b"added").result()
-    database.write(b"layer1.kernel/c/0/0", None).result()
-    assert database.read(b"layer1.new").result().value == b"added"
-    assert len(database.list().result()) == 40 * 61
-
-
-@pytest.mark.parametrize("name", ["none", "root", "nested_prefixes", "longest"])
-def test_tensorstore_knows_the_same_keys(name: str) -> None:
+@pytest.mark.parametrize("name", ["none", "root", "grids", "nested_prefixes", "longest"])
+def test_tensorstore_knows_the_same_keys_and_adds_to_them(name: str) -> None:
+    """That it reads the arrays is tested in ``tests/arrays/test_tensorstore.py``."""
     index = make_index(ARRAYS[name])
     context = ts.Context()
     store = ts.KvStore.open("memory://a/", context=context).result()
@@ -283,9 +239,23 @@ def test_tensorstore_knows_the_same_keys(name: str) -> None:
     store.write("manifest.ocdbt", manifest).result()
     store.write("d/index", nodes).result()
     database = ts.KvStore.open("memory://a/|ocdbt:", context=context).result()
-    assert sorted(database.list().result()) == sorted(expected_entries(index))
+    expected, lengths = expected_entries(index), index.lengths.tolist()
+    assert sorted(database.list().result()) == sorted(expected)
     for array, content in zip(index.names, index.metadata, strict=True):
         assert database.read(metadata_keys([array])[0]).result().value == content
+
+    base: Any = database.base
+    (version,) = ts.ocdbt.dump(base).result()["versions"]
+    assert (version["generation_number"], version["commit_time"]) == (1, CREATED)
+    if name != "none":
+        assert version["root"]["statistics"] == {
+            "num_keys": len(expected),
+            "num_tree_bytes": len(nodes) - nodes.count(CHECKSUMS_MAGIC) * len(CHECKSUMS_MAGIC) - 4 * len(lengths),
+            "num_indirect_value_bytes": sum(lengths),
+        }
+    database.write(b"new", b"added").result()
+    assert database.read(b"new").result().value == b"added"
+    assert sorted(database.list().result()) == sorted([*expected, b"new"])
 
 
 def test_indexes_that_cannot_be_stored() -> None:
