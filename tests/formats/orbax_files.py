@@ -8,8 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+jnp: Any = pytest.importorskip("jax.numpy")
 ocp: Any = pytest.importorskip("orbax.checkpoint")
 
 DIRECTORIES = {"use_ocdbt": False}
@@ -19,6 +21,24 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "directories zarr2": DIRECTORIES,
     "directories zarr3": {**DIRECTORIES, "use_zarr3": True},
 }
+
+
+def many_kinds() -> dict[str, Any]:
+    """A tree that Orbax and we restore with the same types."""
+    return {
+        "params": {"w": jnp.arange(24.0).reshape(4, 6), "half": jnp.arange(8, dtype=jnp.bfloat16)},
+        "fp8": jnp.arange(4).astype(jnp.float8_e4m3fn),
+        "int4": jnp.arange(4, dtype=jnp.int4),
+        "numpy": np.arange(5, dtype=np.uint16),
+        "bool": np.array([True, False]),
+        "text": "hello",
+        "list": [np.ones(1), [np.zeros(2), []]],
+        "step": 7,
+        "rate": 1.5,
+        "flag": True,
+        "none": None,
+        "nothing": {},
+    }
 
 
 def save(path: Path, tree: Any, **layout: Any) -> Path:

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import orbax.checkpoint as ocp  # type: ignore[import-untyped]  # it comes without type information
 import pytest
 import safetensors.numpy
 import safetensors.torch
@@ -84,28 +83,6 @@ def test_an_import_that_is_refused_and_one_over_another(tmp_path: Path) -> None:
     for value in (1, 0):
         import_checkpoint(pt(tmp_path, {"w": torch.full((1,), value)}), tmp_path / "ckpt", overwrite=not value)
     assert hf.load(tmp_path / "ckpt")["w"].tolist() == [0]
-
-
-def test_import_of_a_whole_run_of_orbax(tmp_path: Path) -> None:
-    state = {"kernel": jnp.arange(6.0).reshape(2, 3), "bias": jnp.zeros(3, jnp.bfloat16), "step": 0}
-    options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"])
-    with ocp.CheckpointManager(tmp_path / "orbax", options=options) as manager:
-        for step in (10, 20):
-            args = ocp.args.Composite(
-                state=ocp.args.StandardSave({**state, "step": step}), config=ocp.args.JsonSave({"a": [1]})
-            )
-            manager.save(step, args=args, metrics={"loss": step / 4})
-
-    assert [one.step for one in import_checkpoint(tmp_path / "orbax", tmp_path / "run")] == [10, 20]
-
-    assert [(one.step, one.metrics, one.damage) for one in hf.list_checkpoints(tmp_path / "run")] == [
-        (10, {"loss": 2.5}, None),
-        (20, {"loss": 5.0}, None),
-    ]
-    assert_same(hf.load(tmp_path / "run", item="state", like=state), {**state, "step": 20})
-    assert hf.load(tmp_path / "run", item="config") == {"a": [1]}
-    with hf.CheckpointManager(tmp_path / "run") as ours:
-        assert ours.all_steps() == [10, 20]
 
 
 # ---- export

@@ -103,7 +103,7 @@ def test_names_of_steps(tmp_path: Path, settings: dict[str, Any]) -> None:
     assert hf.load(tmp_path / "run")["step"] == 10
 
 
-def test_every_kind_of_item(several_items: Path) -> None:
+def test_every_kind_of_item(several_items: Path, tmp_path: Path) -> None:
     found = hf.load(several_items)
     assert sorted(found) == ["array", "extra", "key", "numpy_state", "params"]
     assert found["params"]["w"].tolist() == [1, 1, 1]
@@ -121,6 +121,8 @@ def test_every_kind_of_item(several_items: Path) -> None:
         hf.load(several_items, item="never_saved")
     with pytest.raises(hf.errors.OptionError, match="'extra' is JSON"):
         hf.load(several_items, item="extra", select="*")
+    hf.import_checkpoint(several_items, tmp_path / "ours")
+    assert hf.load(tmp_path / "ours", item="extra") == found["extra"]
 
 
 def test_items_of_unknown_kinds_are_listed_and_skipped(

@@ -24,13 +24,6 @@ def exported(path: Path, tree: Any) -> Path:
     return path / "x.safetensors"
 
 
-def test_names_are_cut_at_dots(tmp_path: Path) -> None:
-    path = tmp_path / "m.safetensors"
-    safetensors.numpy.save_file({"layers.0.w": np.ones(2), "layers.10.w": np.zeros(3)}, path)
-    assert_same(hf.load(path), {"layers": {"0": {"w": np.ones(2)}, "10": {"w": np.zeros(3)}}})
-    assert_same(hf.load(path, select="layers/0/**"), {"layers": {"0": {"w": np.ones(2)}}})
-
-
 @pytest.mark.parametrize("names", [("a", "a.b"), ("a..b", "c"), ("", "x")], ids=str)
 def test_names_that_make_no_tree_are_keys_of_one_dictionary(tmp_path: Path, names: tuple[str, str]) -> None:
     arrays = {name: np.full(2, index) for index, name in enumerate(names)}

@@ -204,29 +204,6 @@ def test_places_that_are_no_disk(fixture: str, place: str) -> None:
     assert hf.verify(folder).ok
 
 
-@pytest.mark.parametrize("number", [0, 4])
-def test_a_missing_data_file(tmp_path: Path, number: int) -> None:
-    shutil.copytree(FIXTURES / "shards", tmp_path, dirs_exist_ok=True)
-    (tmp_path / f"sharded-1.data-{number:05d}-of-00005").unlink()
-    with pytest.raises(hf.DamagedCheckpointError, match=rf"data-{number:05d}-of-00005 is missing"):
-        hf.load(tmp_path / "sharded-1")
-    assert not hf.verify(tmp_path).ok
-
-
-def test_what_is_whole_can_be_loaded_from_a_damaged_checkpoint(tmp_path: Path) -> None:
-    shutil.copytree(FIXTURES / "dtypes", tmp_path, dirs_exist_ok=True)
-    data = next(tmp_path.glob("*.data*"))
-    content = bytearray(data.read_bytes())
-    for text in (b"gr\xc3\xb6\xc3\x9fe", bytes.fromhex("003e80c0007c1914")):
-        content[content.index(text)] ^= 1
-    data.write_bytes(content)
-    problems = [problem.leaf for problem in hf.verify(tmp_path).checkpoints[0].problems]
-    assert sorted(problems) == ["half", "text"]
-    assert hf.load(tmp_path, select="int*").keys() == {"int4", "int8", "int16", "int32", "int64"}
-    with pytest.raises(hf.DamagedCheckpointError, match="its text does not match the checksum"):
-        hf.load(tmp_path, select="text")
-
-
 # ---- objects
 
 
