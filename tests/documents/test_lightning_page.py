@@ -8,6 +8,7 @@ from typing import Any
 import lightning
 import pytest
 import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
 from tests.documents.examples import Examples
 
 from holdfast.integrations.lightning import CheckpointCallback
@@ -15,30 +16,21 @@ from holdfast.integrations.lightning import CheckpointCallback
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 
 
-class Model(lightning.LightningModule):
-    """A line, whose width is a hyper-parameter."""
+class Model(BoringModel):
+    """Logs its loss, and counts its tests."""
 
     def __init__(self, width: int = 1) -> None:
         super().__init__()
         self.save_hyperparameters()
-        self.layer = torch.nn.Linear(1, width)
         self.tested = 0
 
-    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
-        loss = torch.nn.functional.mse_loss(self.layer(batch), 3 * batch)
-        self.log("loss", loss)
-        return loss
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        found: Any = super().training_step(batch, batch_idx)
+        self.log("loss", found["loss"])
+        return found
 
-    def test_step(self, batch: torch.Tensor, index: int) -> None:
+    def test_step(self, batch: torch.Tensor, batch_idx: int) -> None:
         self.tested += 1
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=0.01)
-
-    def train_dataloader(self) -> Any:
-        return torch.linspace(-1, 1, 16).reshape(4, 4, 1)
-
-    test_dataloader = train_dataloader
 
 
 @pytest.mark.examples("docs/lightning.md", "python 4")
@@ -51,7 +43,7 @@ def test_models_from_checkpoints(examples: Examples, tmp_path: Path, monkeypatch
     names: dict[str, Any] = {"L": lightning, "Model": Model}
     exec(compile(examples["python 4"].replace("1200", "12"), "page.py", "exec"), names)
     assert isinstance(names["model"], Model)
-    assert names["model"].tested == 4
+    assert names["model"].tested == len(trained.test_dataloader())
     assert names["weights"].keys() == trained.state_dict().keys()
     assert torch.equal(torch.as_tensor(names["weights"]["layer.weight"]), trained.layer.weight)
 

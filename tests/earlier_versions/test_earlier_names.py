@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +20,21 @@ class Team(Checkpointable):
         self.kind_name, self.inner = kind.__name__, inner
 
 
-@pytest.fixture
-def names_of_then(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], str]], str]:
-    """Calls a function while the classes are named as in 0.1.0."""
-
-    def call(save: Callable[[], str]) -> str:
-        with monkeypatch.context() as patch:
-            for kind in (graph.TrackedDict, graph.TrackedList, Checkpointable):
-                patch.setattr(kind, "__module__", kind.__module__.replace(".integrations.", ".engine."))
-            return save()
-
-    return call
+@contextlib.contextmanager
+def names_of_then() -> Iterator[None]:
+    """Names the classes as in 0.1.0."""
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (graph.TrackedDict, graph.TrackedList, Checkpointable):
+            patch.setattr(kind, "__module__", kind.__module__.replace(".integrations.", ".engine."))
+        yield
 
 
 @pytest.mark.parametrize("kind", [dict, graph.TrackedDict])
-def test_containers_of_a_graph(tmp_path: Path, names_of_then: Any, kind: Any) -> None:
+def test_containers_of_a_graph(tmp_path: Path, kind: Any) -> None:
     """Containers that the program does not have yet are made of their names."""
     notes = graph.TrackedDict({"a": [1, 2], "b": graph.TrackedDict({"c": graph.TrackedList([3, "t"])})})
-    path = names_of_then(lambda: graph.Checkpoint(notes=notes).save(tmp_path / "x"))
+    with names_of_then():
+        path = graph.Checkpoint(notes=notes).save(tmp_path / "x")
     assert "holdfast.engine.graph.tracked.TrackedList" in next(Path(path).rglob("graph.json")).read_text()
 
     again = graph.Checkpoint(notes=kind())
@@ -46,16 +44,18 @@ def test_containers_of_a_graph(tmp_path: Path, names_of_then: Any, kind: Any) ->
     assert graph.load_checkpoint(path).graph.type_of("notes").endswith("graph.tracked.TrackedDict")
 
 
-def test_components_of_the_base_class(tmp_path: Path, names_of_then: Any) -> None:
-    path = names_of_then(lambda: Checkpointable().save_to_path(tmp_path / "x"))
+def test_components_of_the_base_class(tmp_path: Path) -> None:
+    with names_of_then():
+        path = Checkpointable().save_to_path(tmp_path / "x")
     assert (
         "holdfast.engine.components.component:Checkpointable" in (Path(path) / "state" / "component.json").read_text()
     )
     assert type(Checkpointable.from_checkpoint(path)) is Checkpointable
 
 
-def test_arguments_of_constructors(tmp_path: Path, names_of_then: Any) -> None:
-    path = names_of_then(lambda: Team(graph.TrackedDict, Checkpointable()).save_to_path(tmp_path / "x"))
+def test_arguments_of_constructors(tmp_path: Path) -> None:
+    with names_of_then():
+        path = Team(graph.TrackedDict, Checkpointable()).save_to_path(tmp_path / "x")
     assert "holdfast.engine.graph.tracked:TrackedDict" in (Path(path) / "state" / "component.json").read_text()
     again = Team.from_checkpoint(path, allowed=[graph.TrackedDict])
     assert (again.kind_name, type(again.inner)) == ("TrackedDict", Checkpointable)

@@ -208,14 +208,6 @@ def test_a_node_that_is_read_again_raises_the_limit_again() -> None:
     assert as_dict(database.entries) == expected_entries(index)
 
 
-@given(st.sets(st.integers(0, 40)), st.lists(st.integers(-1, 41)))
-def test_finding_keys(known: set[int], wanted: list[int]) -> None:
-    keys = sorted(b"%02d" % number for number in known)
-    expected = [keys.index(b"%02d" % number) if number in known else -1 for number in wanted]
-    entries = Entries(keys, [], [], *[np.zeros(0, np.int64)] * 4)
-    assert entries.find([b"%02d" % number for number in wanted]) == expected
-
-
 def test_checksums_follow_every_node_or_none() -> None:
     manifest, nodes = encoded(make_index({f"layers.{i}.kernel": (300,) for i in range(20)}), node_limit=10_000)
     letters = [found.start() for found in re.finditer(re.escape(CHECKSUMS_MAGIC), nodes)]

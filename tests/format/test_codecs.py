@@ -24,15 +24,6 @@ EDGES = [0, 1, 127, 128, 16383, 16384, 2**32 - 1, 2**32, 2**56, 2**63 - 1, 2**63
 NUMBERS = st.one_of(st.sampled_from(EDGES), st.integers(0, 2**64 - 1), st.integers(0, 300))
 
 
-@pytest.mark.parametrize(
-    ("value", "encoded"),
-    [(0, "00"), (127, "7f"), (128, "8001"), (300, "ac02"), (2**64 - 1, "ffffffffffffffffff01")],
-)
-def test_known_encodings(value: int, encoded: str) -> None:
-    assert encode_varint(value).hex() == encoded
-    assert encode_varints(np.array([value], np.uint64)).hex() == encoded
-
-
 @settings(deadline=None, max_examples=60)
 @given(st.lists(NUMBERS, max_size=40), st.binary(max_size=12))
 def test_columns_round_trip(values: list[int], rest: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Array metadata and chunk keys: what is written is read, and anything else is refused."""
+"""Array metadata: what is written is read, and anything else is refused."""
 
 from __future__ import annotations
 
@@ -14,32 +14,12 @@ from tests.dtypes import ZARR_BUILT_IN, ZARR_EXTENDED
 from holdfast.engine.errors import DamagedCheckpointError, FormatVersionError, HoldfastError
 from holdfast.engine.format import (
     ArrayMetadata,
-    chunk_keys,
     decode_array_metadata,
     dtype_from_name,
     encode_array_metadata,
-    metadata_keys,
 )
 
 DATA_TYPES = [*ZARR_BUILT_IN, *ZARR_EXTENDED]
-
-
-@pytest.mark.parametrize(
-    ("grid", "keys"),
-    [
-        ((), [b"n/c"]),
-        ((1,), [b"n/c/0"]),
-        ((1, 1, 1), [b"n/c/0/0/0"]),
-        ((2, 3), [b"n/c/0/0", b"n/c/0/1", b"n/c/0/2", b"n/c/1/0", b"n/c/1/1", b"n/c/1/2"]),
-        ((0, 4), []),
-        ((11,), [f"n/c/{i}".encode() for i in range(11)]),
-    ],
-    ids=str,
-)
-def test_chunk_keys(grid: tuple[int, ...], keys: list[bytes]) -> None:
-    assert chunk_keys("n", grid) == keys
-    assert chunk_keys("größe", grid) == [key.replace(b"n", "größe".encode(), 1) for key in keys]
-    assert metadata_keys(["größe"]) == ["größe/zarr.json".encode()]
 
 
 sizes = st.integers(0, 2**20)
@@ -134,11 +114,3 @@ json_values = st.recursive(
 def test_any_value_is_understood_or_refused(member: str, value: object) -> None:
     with contextlib.suppress(HoldfastError):
         decode_array_metadata(json.dumps(WHOLE | {member: value}).encode())
-
-
-@pytest.mark.parametrize(
-    ("shape", "chunk_shape"), [((3,), ()), ((3,), (0,)), ((-1,), (1,))], ids=["rank", "empty-chunk", "negative"]
-)
-def test_impossible_arrays_are_refused(shape: tuple[int, ...], chunk_shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="cannot have chunks"):
-        encode_array_metadata(shape, "float32", chunk_shape)
