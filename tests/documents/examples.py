@@ -74,13 +74,10 @@ class Examples:
         """The names and texts of all examples, in the order of the page."""
         return [(name, self[name]) for name in self._blocks]
 
-    def of(self, language: str) -> list[str]:
-        """The texts of all examples in a language."""
-        return [self[name] for name, block in self._blocks.items() if block.language == language]
-
     def commands(self) -> list[str]:
         """The commands of all examples, without what they print and without comments."""
-        lines = (line for text in self.of("console") for line in text.splitlines())
+        texts = [self[name] for name, block in self._blocks.items() if block.language == "console"]
+        lines = (line for text in texts for line in text.splitlines())
         return [re.split(r"  +#", line.removeprefix("$ "))[0].strip() for line in lines if line.startswith("$ ")]
 
     def run(self, names: dict[str, Any]) -> dict[str, Any]:

@@ -78,12 +78,10 @@ def test_the_arguments_in_the_table_are_there() -> None:
     assert named <= set(inspect.signature(CheckpointCallback).parameters)
 
 
-def test_a_renamed_step_is_reported(tmp_path: Path) -> None:
+def test_a_renamed_step_is_named(tmp_path: Path) -> None:
     with hf.CheckpointManager(tmp_path) as manager:
         manager.save(300, {"x": 1})
     (tmp_path / "300").rename(tmp_path / "400")
-    (found,) = hf.list_checkpoints(tmp_path)
-    assert "written for step 300" in (found.damage or "")
     with pytest.raises(hf.DamagedCheckpointError, match=r"for step 300, .* step 400; give the step its name back"):
         hf.load(tmp_path)
     assert hf.load(tmp_path / "400") == {"x": 1}

@@ -15,7 +15,6 @@ import holdfast as hf
 from holdfast.cli.main import main
 from holdfast.engine.handlers import DEFAULT_REGISTRY
 from holdfast.engine.manager import peers
-from holdfast.engine.storage import as_location
 from holdfast.integrations.loop.preemption import WITHOUT_GRACE
 from holdfast.recipes.configuration import load_configuration
 
@@ -34,7 +33,6 @@ def test_the_program_with_a_mirror(examples: Examples, place: str, capsys: pytes
     exec(compile(examples["python 1"].replace("memory://bucket", place), "page.py", "exec"), {"__name__": "__main__"})
     assert f"This prints `{capsys.readouterr().out.strip()}`." in text_of("docs/mirrors.md")
     assert len(hf.list_checkpoints(f"{place}/digits")) <= 3
-    as_location(f"{place}/digits").remove_tree()
 
 
 @pytest.mark.examples("docs/mirrors.md", "console 1")
@@ -44,7 +42,6 @@ def test_the_command_that_copies_a_run(examples: Examples, place: str) -> None:
     (command,) = examples.commands()
     assert main(command.replace("s3://bucket", place).split()[1:]) == 0
     assert hf.load(f"{place}/digits/1200") == {"w": 1.5}
-    as_location(f"{place}/digits").remove_tree()
 
 
 @pytest.mark.examples("docs/local_tier.md", "python 1")

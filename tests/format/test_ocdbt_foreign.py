@@ -43,13 +43,12 @@ def write(database: Any, values: dict[bytes, bytes]) -> None:
 class Reader:
     """Decodes a database of a base store, and records the nodes that it read."""
 
-    def __init__(self, base: Any, path: str = "") -> None:
+    def __init__(self, base: Any) -> None:
         self.base = base
-        self.path = path
         self.nodes: list[bytes] = []
 
     def file(self, name: str) -> bytes:
-        return bytes(self.base.read(self.path + name).result().value)
+        return bytes(self.base.read(name).result().value)
 
     def read_node(self, file: str, offset: int, length: int) -> bytes:
         node = self.file(file)[offset : offset + length]

@@ -26,27 +26,29 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_an_import_an_export_and_an_export_in_place(run: Path, tmp_path: Path) -> None:
-    for to in ("safetensors", "torch", "orbax"):
-        target = tmp_path / to
-        results = together(COUNT, lambda one: hf.export_checkpoint(run, target, to, step=2, coordinator=one))  # noqa: B023
-        assert results[0] == results[1] == results[2]
-        assert [done.format for done in results[0]] == [to]
-        assert hf.load(target)["w"].tolist() == [2] * 4
+def convert(process: Process, directory: str) -> list[Any]:
+    place, run = Path(directory), Path(directory, "run")
+    formats: Any = ("safetensors", "torch", "orbax")
+    exported = [hf.export_checkpoint(run, place / to, to, step=2) for to in formats]
+    in_place = [str(one) for one in hf.add_orbax_metadata(run)]
+    hf.export_checkpoint(run, place / "all", "orbax")
+    return [exported, in_place, hf.import_checkpoint(place / "all", place / "imported")]
 
-    results = together(COUNT, lambda one: hf.add_orbax_metadata(run, coordinator=one))
-    assert results == [[hf.storage.as_location(run / str(step)) for step in (1, 2)]] * COUNT
+
+@pytest.mark.parametrize("backend", ["jax", "torch"])
+def test_an_import_an_export_and_an_export_in_place(run: Path, tmp_path: Path, backend: Backend) -> None:
+    first, second = run_processes(convert, 2, str(tmp_path), backend=backend)
+    assert first == second
+    exported, in_place, imported = first
+    assert [done.format for (done,) in exported] == ["safetensors", "torch", "orbax"]
+    assert in_place == [str(run / step) for step in ("1", "2")]
+    assert [done.step for done in imported] == [1, 2]
+    assert hf.verify(tmp_path / "imported").ok
+    for name in ("safetensors", "torch", "orbax", "imported"):
+        assert hf.load(tmp_path / name)["w"].tolist() == [2] * 4
     with ocp.CheckpointManager(run) as manager:
         args = ocp.args.Composite(state=ocp.args.StandardRestore())
         assert manager.restore(2, args=args).state["w"].tolist() == [2] * 4
-
-    hf.export_checkpoint(run, tmp_path / "all", "orbax")
-    imported = tmp_path / "imported"
-    results = together(COUNT, lambda one: hf.import_checkpoint(tmp_path / "all", imported, coordinator=one))
-    assert results[0] == results[1] == results[2]
-    assert [done.step for done in results[0]] == [1, 2]
-    assert hf.verify(imported).ok
-    assert hf.load(imported)["w"].tolist() == [2] * 4
 
 
 def test_a_failure_and_processes_that_ask_for_different_things(run: Path, tmp_path: Path) -> None:
@@ -76,18 +78,3 @@ def test_one_process_alone(run: Path, tmp_path: Path) -> None:
         return hf.export_checkpoint(run, targets[one.process_index], "safetensors", coordinator=alone)
 
     assert [done.path for (done,) in together(COUNT, export)] == [str(target) for target in targets]
-
-
-def convert(process: Process, directory: str) -> list[Any]:
-    place = Path(directory)
-    exported = hf.export_checkpoint(place / "run", place / "out.safetensors", "safetensors")
-    imported = hf.import_checkpoint(place / "out.safetensors", place / "imported")
-    again = hf.export_checkpoint(place / "run", place / "orbax", "orbax")
-    return [*exported, *imported, *again, hf.load(place / "imported")["w"].tolist()]
-
-
-@pytest.mark.parametrize("backend", ["jax", "torch"])
-def test_real_processes(run: Path, backend: Backend) -> None:
-    first, second = run_processes(convert, 2, str(run.parent), backend=backend)
-    assert first == second
-    assert first[-1] == [2] * 4

@@ -97,11 +97,11 @@ def test_large_arrays_are_compared_in_parts(tmp_path: Path) -> None:
 def test_items(tmp_path: Path) -> None:
     """A run's checkpoint of several items: trees, JSON, and one tree for each process."""
     checkpointers = {"state": hf.PyTreeCheckpointer(), "config": hf.Checkpointer(hf.JsonCheckpointHandler())}
-    for name, rate, items in (("one", 0.1, checkpointers), ("other", 0.2, checkpointers)):
-        with hf.CheckpointManager(tmp_path / name, items) as manager:
-            manager.save(1, {"state": BASE, "config": {"rate": rate}})
-    with hf.CheckpointManager(tmp_path / "third", {"state": hf.PyTreeCheckpointer()}) as manager:
-        manager.save(1, {"state": BASE})
+    configs: dict[str, Any] = {"one": {"config": {"rate": 0.1}}, "other": {"config": {"rate": 0.2}}, "third": {}}
+    for name, config in configs.items():
+        items = {"state": BASE, **config}
+        with hf.CheckpointManager(tmp_path / name, {item: checkpointers[item] for item in items}) as manager:
+            manager.save(1, items)
     one, other, third = (open_at(as_location(tmp_path / name / "1")) for name in ("one", "other", "third"))
     assert [str(found) for found in compare_checkpoints(one, other)] == [
         "config: expected {'rate': 0.1}, found {'rate': 0.2}"
