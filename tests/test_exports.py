@@ -59,11 +59,6 @@ def test_modules_list_their_names(module: str) -> None:
     assert {name for name in own if not name.startswith("_")} <= set(public.__all__)
 
 
-def test_a_module_is_loaded_with_its_first_use() -> None:
-    program = "import sys, holdfast as hf; assert 'holdfast.errors' not in sys.modules; hf.errors.StorageError"
-    subprocess.run([sys.executable, "-c", program], check=True)
-
-
 @pytest.mark.parametrize(
     "module",
     [
@@ -137,12 +132,11 @@ def test_a_name_of_orbax_is_explained(name: str, meant: str) -> None:
 
 
 def test_arguments_of_orbax_are_explained(tmp_path: Path) -> None:
-    load: Any = hf.load
-    save: Any = hf.save
+    public: Any = hf
     with pytest.raises(hf.errors.UnknownArgumentError, match="abstract_state: here it is like"):
-        load(tmp_path, abstract_state={})
+        public.load(tmp_path, abstract_state={})
     with pytest.raises(hf.errors.UnknownArgumentError, match="args: pass the tree itself"):
-        save(tmp_path, {}, args={})
+        public.save(tmp_path, {}, args={})
 
 
 def test_errors_are_all_exported() -> None:
@@ -152,8 +146,7 @@ def test_errors_are_all_exported() -> None:
     assert found == set(hf.errors.__all__)
     assert {"HoldfastError", "CheckpointNotFoundError", "DamagedCheckpointError"} <= set(hf.__all__)
     assert all(issubclass(getattr(errors, name), errors.HoldfastError) for name in found)
-    drawn = {line.split()[-2 if "(" in line else -1] for line in (errors.__doc__ or "").splitlines() if "──" in line}
-    assert {name for name in found if name in (errors.__doc__ or "")} == found, drawn
+    assert {name for name in found if name in (errors.__doc__ or "")} == found
 
 
 @pytest.mark.parametrize(("name", "meant"), [("CheckpointMangaer", "CheckpointManager"), ("lod", "load")])

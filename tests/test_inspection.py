@@ -261,23 +261,6 @@ def test_verifying_finds_all_that_makes_loading_fail(kind: str, distance: int, p
                 break
 
 
-def test_a_step_that_is_deleted_meanwhile_is_not_damaged(tmp_path: Path) -> None:
-    class Deleting:
-        def expect(self, nbytes: int) -> None:
-            """Is called once the records are found, and before anything else is read."""
-
-        def advance(self, nbytes: int) -> None:
-            if 1 in manager.all_steps():
-                manager.delete(1)
-
-    with hf.CheckpointManager(tmp_path) as manager:
-        for step in (1, 2):
-            manager.save(step, {"x": np.ones(3)})
-        manager.wait_until_finished()
-        report = hf.verify(tmp_path, progress=Deleting())
-    assert [(one.step, one.problems) for one in report.checkpoints] == [(2, ())]
-
-
 def test_a_step_that_is_deleted_before_it_is_verified_is_not_missed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
