@@ -118,21 +118,23 @@ def modules() -> list[Any]:
     ]
 
 
-def test_every_lock_of_a_module_is_free_in_a_child() -> None:
-    raw = {
-        f"{module.__name__}.{name}"
+def kept(kinds: type | tuple[type, ...]) -> dict[str, Any]:
+    """Returns what the modules keep of some kinds, by full name."""
+    return {
+        f"{module.__name__}.{name}": value
         for module in modules()
         for name, value in vars(module).items()
-        if isinstance(value, RAW)
+        if isinstance(value, kinds)
     }
-    assert raw == {*MODULE_LOCKS}
+
+
+def test_every_lock_of_a_module_is_free_in_a_child() -> None:
+    assert kept(RAW).keys() == MODULE_LOCKS.keys()
 
 
 def test_no_property_has_a_lock() -> None:
     """Python 3.11 has one for all objects of a class, in ``functools.cached_property``."""
-    classes = {
-        value for module in modules() for value in vars(module).values() if isinstance(value, type) and is_ours(value)
-    }
+    classes = {value for value in kept(type).values() if is_ours(value)}
     raw = {
         f"{each.__qualname__}.{name}"
         for each in classes
@@ -149,13 +151,8 @@ def is_ours(one: Any) -> bool:
 
 
 def test_every_collection_that_a_module_keeps_is_known() -> None:
-    kept = {
-        f"{module.__name__.removeprefix('holdfast.')}.{name}"
-        for module in modules()
-        for name, value in vars(module).items()
-        if isinstance(value, COLLECTIONS) and name.lower() == name and not name.startswith("__")
-    }
-    assert kept == {*IN_A_CHILD}
+    names = [name.removeprefix("holdfast.") for name in kept(COLLECTIONS)]
+    assert {name for name in names if name.lower() == name and ".__" not in name} == {*IN_A_CHILD}
 
 
 def test_every_cache_is_known() -> None:
@@ -176,16 +173,10 @@ def methods(module: Any) -> list[Any]:
 
 def test_every_thread_is_known() -> None:
     """Each thread that a module starts has a name, which says in the table what a child does without it."""
-    named = {
-        match[1]
-        for module in modules()
-        for match in re.finditer(
-            r"""Thread\(.*?name=f?["']([\w-]+)["']""", Path(module.__file__).read_text(), re.DOTALL
-        )
-    }
-    started = sum(Path(module.__file__).read_text().count("threading.Thread(") for module in modules())
-    assert named == {*THREADS}
-    assert started >= len(named)
+    texts = [Path(module.__file__).read_text() for module in modules()]
+    name = re.compile(r"""Thread\(.*?name=f?["']([\w-]+)["']""", re.DOTALL)
+    assert {found for text in texts for found in name.findall(text)} == {*THREADS}
+    assert sum(text.count("threading.Thread(") for text in texts) >= len(THREADS)
 
 
 def test_a_child_of_a_living_run_has_no_lock_of_it(tmp_path: Path) -> None:

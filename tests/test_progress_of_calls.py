@@ -62,6 +62,10 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def compare(one: Path, other: Path, heard: Any) -> object:
+    return list(compare_checkpoints(*(open_checkpoint(as_location(each)) for each in (one, other)), progress=heard))
+
+
 CALLS: dict[str, Callable[[Path, Path, Any], object]] = {
     "verify a run": lambda at, _, heard: hf.verify(at / "run", progress=heard),
     "verify one step": lambda at, _, heard: hf.verify(at / "run", 1, progress=heard),
@@ -78,12 +82,8 @@ CALLS: dict[str, Callable[[Path, Path, Any], object]] = {
     "export torch": lambda at, to, heard: hf.export_checkpoint(at / "one", to, "torch", progress=heard),
     "export orbax": lambda at, to, heard: hf.export_checkpoint(at / "run", to, "orbax", progress=heard),
     "export some": lambda at, to, heard: hf.export_checkpoint(at / "run", to, "orbax", select="a", progress=heard),
-    "compare": lambda at, _, heard: list(
-        compare_checkpoints(*(open_checkpoint(as_location(at / name)) for name in ("one", "run")), progress=heard)
-    ),
-    "compare others": lambda at, _, heard: list(
-        compare_checkpoints(*(open_checkpoint(as_location(at / name)) for name in ("one", "file.pt")), progress=heard)
-    ),
+    "compare": lambda at, _, heard: compare(at / "one", at / "run", heard),
+    "compare others": lambda at, _, heard: compare(at / "one", at / "file.pt", heard),
     "statistics": lambda at, _, heard: list(
         leaf_statistics(open_checkpoint(as_location(at / "one")), ["a", "n", "text"], heard)
     ),

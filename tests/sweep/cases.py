@@ -94,6 +94,31 @@ def difference(start: Callable[..., Any], whole: Any, *interruptions: dict[str, 
     return first_difference(found, whole)
 
 
+class Batches:
+    """Batches of rows, shuffled anew in every epoch, with a place that can be saved, unless it ``forgets`` it."""
+
+    def __init__(self, rows: Any, size: int, *, forgets: bool = False) -> None:
+        self._rows, self._size, self._forgets = rows, size, forgets
+        self._generator = np.random.default_rng(7)
+        self._order: list[int] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if not self._order:
+            self._order = self._generator.permutation(len(self._rows)).tolist()
+        chosen, self._order = self._order[: self._size], self._order[self._size :]
+        return self._rows[chosen]
+
+    def get_state(self) -> dict[str, Any]:
+        return {"order": self._order, "generator": self._generator.bit_generator.state}
+
+    def set_state(self, state: Any) -> None:
+        if not self._forgets:
+            self._order, self._generator.bit_generator.state = state["order"], state["generator"]
+
+
 _directories = itertools.count()
 
 
@@ -166,6 +191,25 @@ def run_cases(
         name = f"{prefix}/{title}"
         if not only or any(text in name for text in only):
             yield judge(name, run, refused)
+
+
+def run_interrupted(
+    prefix: str,
+    start: Callable[..., Any],
+    total: int,
+    interruptions: dict[str, list[dict[str, int]]],
+    only: tuple[str, ...],
+) -> Iterator[Case]:
+    """Yield the cases of a program of ``total`` steps: these interruptions, and those that every program meets."""
+    found = interruptions | {
+        "error after step 2": [{"error": 2, "every": 2}],
+        "steps in part again": [{"error": 5, "every": 2}],
+        "longer": [{"total": 3}],
+        "finished, and started again": [{"total": total}],
+    }
+    whole = start(new_directory())
+    cases = {title: partial(difference, start, whole, *options) for title, options in found.items()}
+    yield from run_cases(prefix, cases, only)
 
 
 def judge(name: str, run: Callable[[], str | None], refused: str = "", *, is_exact: bool = True) -> Case:

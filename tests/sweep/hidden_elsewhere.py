@@ -29,7 +29,14 @@ import torch
 from torch import nn
 
 from .hidden_case import Run, hides
-from .hidden_programs import EXAMPLES, FEATURES, SIZE, Batches, examples, fit, loss_of, new_state, train
+from .hidden_programs import EXAMPLES, FEATURES, SIZE, Batches, examples, fit, loss_of, new_state, train, train_on
+
+
+def train_on_changed(run: Run, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Train on batches that a function changes, which nobody is told of."""
+    state, batches = new_state(), Batches()
+    train(run, state, lambda: fit(state, change(next(batches))), data=batches)
+
 
 # ---- places in the data
 
@@ -72,13 +79,7 @@ def _generator_function(run: Run) -> None:
             order = shuffle.sample(range(EXAMPLES), EXAMPLES)
             yield from (values[order[first : first + SIZE]] for first in range(0, EXAMPLES, SIZE))
 
-    state, drawn = new_state(), batches()
-
-    def update() -> Any:
-        batch = next(drawn)
-        return fit(state, batch), batch
-
-    train(run, state, update)
+    train_on(run, new_state(), batches())
 
 
 @hides("a pipe of the kernel")
@@ -163,7 +164,6 @@ def _simulator(run: Run) -> None:
 
 @hides("a thread that keeps an average")
 def _averaging_thread(run: Run) -> None:
-    state, batches = new_state(), Batches()
     asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
     answered: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
@@ -178,12 +178,11 @@ def _averaging_thread(run: Run) -> None:
     run.ends.callback(thread.join)
     run.ends.callback(asked.put, None)
 
-    def update() -> Any:
-        batch = next(batches)
+    def centred(batch: torch.Tensor) -> torch.Tensor:
         asked.put(batch)
-        return fit(state, batch - answered.get()), batch
+        return batch - answered.get()  # type: ignore[no-any-return]
 
-    train(run, state, update, data=batches)
+    train_on_changed(run, centred)
 
 
 # ---- counters, averages and settings
@@ -191,22 +190,12 @@ def _averaging_thread(run: Run) -> None:
 
 @hides("a warm-up counter in a closure")
 def _warm_up(run: Run) -> None:
-    state, batches = new_state(), Batches()
-
-    def warm_up() -> Callable[[], None]:
-        updates = 0
-
-        def set_rate() -> None:
-            nonlocal updates
-            updates += 1
-            state["optimizer"].param_groups[0]["lr"] = 0.05 * min(1.0, updates / 15)
-
-        return set_rate
-
-    set_rate = warm_up()
+    state, batches, updates = new_state(), Batches(), 0
 
     def update() -> Any:
-        set_rate()
+        nonlocal updates
+        updates += 1
+        state["optimizer"].param_groups[0]["lr"] = 0.05 * min(1.0, updates / 15)
         return fit(state, next(batches))
 
     train(run, state, update, data=batches)
@@ -262,17 +251,16 @@ def _class_attribute(run: Run) -> None:
 
 @hides("the environment")
 def _environment(run: Run) -> None:
-    state, batches = new_state(), Batches()
+    batches = Batches()
     os.environ["HIDDEN_LEVEL"] = "1"
     run.ends.callback(os.environ.pop, "HIDDEN_LEVEL")
 
-    def update() -> Any:
+    def scaled(batch: torch.Tensor) -> torch.Tensor:
         level = int(os.environ["HIDDEN_LEVEL"])
-        batch = next(batches) * (1 + 1 / level)
         os.environ["HIDDEN_LEVEL"] = str(level + 1)
-        return fit(state, batch), batch
+        return batch * (1 + 1 / level)
 
-    train(run, state, update, data=batches)
+    train_on(run, new_state(), map(scaled, batches), data=batches)
 
 
 class ActNorm(nn.Module):
@@ -341,14 +329,12 @@ def _lookahead(run: Run) -> None:
 def _sklearn(run: Run) -> None:
     from sklearn.preprocessing import StandardScaler  # type: ignore[import-untyped]
 
-    state, batches, scaler = new_state(), Batches(), StandardScaler()
+    scaler = StandardScaler()
 
-    def update() -> Any:
-        batch = next(batches)
-        scaled = scaler.partial_fit(batch.numpy()).transform(batch.numpy())
-        return fit(state, torch.from_numpy(np.float32(scaled)))
+    def scaled(batch: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(np.float32(scaler.partial_fit(batch.numpy()).transform(batch.numpy())))
 
-    train(run, state, update, data=batches)
+    train_on_changed(run, scaled)
 
 
 @functools.cache
@@ -360,47 +346,41 @@ def _shift(index: int) -> torch.Tensor:
 def _lru_cache(run: Run) -> None:
     """Every example has a shift of its own, which is drawn when it is first seen."""
     _shift.cache_clear()
-    state, values, steps = new_state(), examples(), Batches()
+    values = examples()
 
-    def update() -> Any:
-        batch = next(steps)
-        indices = [int((values == row).all(1).nonzero()) for row in batch]
-        return fit(state, torch.stack([row + _shift(index) for row, index in zip(batch, indices, strict=True)]))
+    def shifted(batch: torch.Tensor) -> torch.Tensor:
+        return torch.stack([row + _shift(int((values == row).all(1).nonzero())) for row in batch])
 
-    train(run, state, update, data=steps)
+    train_on_changed(run, shifted)
 
 
 @hides("rand of the C library")
 def _libc(run: Run) -> None:
     library = ctypes.CDLL(None)
     library.srand(5)
-    state, batches = new_state(), Batches()
-    train(run, state, lambda: fit(state, next(batches).roll(library.rand() % FEATURES, 1)), data=batches)
+    train_on_changed(run, lambda batch: batch.roll(library.rand() % FEATURES, 1))
 
 
 @hides("a digest of all batches")
 def _digest(run: Run) -> None:
-    state, batches, seen = new_state(), Batches(), hashlib.sha256()
+    batches, seen = Batches(), hashlib.sha256()
 
-    def update() -> Any:
-        batch = next(batches)
+    def signed(batch: torch.Tensor) -> torch.Tensor:
         seen.update(batch.numpy().tobytes())
-        signs = torch.tensor([1.0 if byte & 1 else -1.0 for byte in seen.digest()[:FEATURES]])
-        return fit(state, batch * signs), batch * signs
+        return batch * torch.tensor([1.0 if byte & 1 else -1.0 for byte in seen.digest()[:FEATURES]])
 
-    train(run, state, update, data=batches)
+    train_on(run, new_state(), map(signed, batches), data=batches)
 
 
 @hides("a setting of the process")
 def _default_dtype(run: Run) -> None:
     """Warms up with noise in single precision, and goes on in double."""
-    state, batches, steps = new_state(), Batches(), itertools.count(1)
+    steps = itertools.count(1)
     run.ends.callback(torch.set_default_dtype, torch.float32)
 
-    def update() -> Any:
+    def noised(batch: torch.Tensor) -> torch.Tensor:
         if next(steps) == 4:
             torch.set_default_dtype(torch.float64)
-        noise = torch.rand(FEATURES) - 0.5
-        return fit(state, next(batches) + noise.float() / 10)
+        return batch + (torch.rand(FEATURES) - 0.5).float() / 10
 
-    train(run, state, update, data=batches)
+    train_on_changed(run, noised)

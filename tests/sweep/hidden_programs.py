@@ -22,6 +22,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[imp
 import holdfast as hf
 from holdfast.integrations.lightning import CheckpointCallback
 
+from . import cases
 from .cases import InterruptionError
 from .hidden_case import Run, hiding
 from .lightning_runs import QUIET
@@ -109,29 +110,11 @@ def epochs(run: Run, state: Any, loader: Any, update: Any, at_end: Any = lambda:
                     return
 
 
-class Batches:
-    """Batches of a shuffled epoch after the other, with a place that can be saved, unless it ``forgets`` it."""
+class Batches(cases.Batches):
+    """Batches of the examples."""
 
-    def __init__(self, forgets: bool = False) -> None:
-        self._generator = np.random.default_rng(7)
-        self._order: list[int] = []
-        self._forgets = forgets
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return self
-
-    def __next__(self) -> torch.Tensor:
-        if not self._order:
-            self._order = self._generator.permutation(EXAMPLES).tolist()
-        chosen, self._order = self._order[:SIZE], self._order[SIZE:]
-        return examples()[chosen]
-
-    def get_state(self) -> dict[str, Any]:
-        return {"order": self._order, "generator": self._generator.bit_generator.state}
-
-    def set_state(self, state: Any) -> None:
-        if not self._forgets:
-            self._order, self._generator.bit_generator.state = state["order"], state["generator"]
+    def __init__(self, *, forgets: bool = False) -> None:
+        super().__init__(examples(), SIZE, forgets=forgets)
 
 
 # ---- places in the data

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import flax.linen as linen
@@ -18,10 +17,11 @@ from flax.training.train_state import TrainState
 
 from holdfast.integrations.flax import CheckpointCallback
 
-from .cases import Case, InterruptionError, Run, bits, difference, new_directory, run_cases
+from .cases import Batches, Case, InterruptionError, Run, bits, run_interrupted
 from .jax_programs import PROGRAMS
 
 TOTAL, BATCHES, FEATURES = 7, 3, 4  # steps, batches of an epoch, features
+EXAMPLES = np.random.default_rng(0).normal(size=(2 * BATCHES, FEATURES)).astype(np.float32)
 
 
 def be_quiet() -> None:
@@ -70,31 +70,6 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "plateau": lambda: optax.chain(optax.adam(0.05), optax.contrib.reduce_on_plateau(patience=1, accumulation_size=1)),
     "schedule-free": lambda: optax.contrib.schedule_free_adamw(0.05, warmup_steps=2),
 }
-
-
-class Batches:
-    """Batches of two examples, shuffled anew in every epoch with a generator of its own."""
-
-    def __init__(self) -> None:
-        self._examples = np.random.default_rng(0).normal(size=(2 * BATCHES, FEATURES)).astype(np.float32)
-        self._generator = np.random.default_rng(5)
-        self._order = np.zeros(0, np.int64)
-        self._drawn = 0
-
-    def __next__(self) -> tuple[Any, Any]:
-        place = self._drawn % BATCHES
-        if place == 0:
-            self._order = self._generator.permutation(len(self._examples))
-        self._drawn += 1
-        chosen = self._order[2 * place : 2 * place + 2]
-        return self._examples[chosen], np.sin(self._examples[chosen].sum(1, keepdims=True))
-
-    def get_state(self) -> dict[str, Any]:
-        return {"generator": self._generator.bit_generator.state, "order": self._order, "drawn": self._drawn}
-
-    def set_state(self, state: Any) -> None:
-        self._generator.bit_generator.state = state["generator"]
-        self._order, self._drawn = state["order"], state["drawn"]
 
 
 # ---- states: each makes a fresh state, and a step that takes a state and a batch
@@ -195,11 +170,12 @@ STATES = {"tree": _tree, "TrainState": _train_state, "nnx": _nnx}
 
 def run(make: Callable[[], Any], step: Callable[[Any, Any], Any], start: Run) -> Any:
     """Train, and return the state and the batches as values to compare; None where it was told to stop."""
-    state, batches = make(), Batches()
+    state, batches = make(), Batches(EXAMPLES, 2)
     with CheckpointCallback(start.directory, save_interval_steps=start.every) as checkpoint:
         state, done = checkpoint.restore_or_initialize(state, data=batches)
         for number in range(done + 1, start.total + 1):
-            state = step(state, next(batches))
+            x = next(batches)
+            state = step(state, (x, np.sin(x.sum(1, keepdims=True))))
             if start.report(checkpoint, number, state, data=batches):
                 return None
     return {"state": bits(state), "batches": repr(batches.get_state())}
@@ -220,14 +196,5 @@ def run_group(state: str, optimizer: str, only: tuple[str, ...] = ()) -> Iterato
         except (InterruptionError, SystemExit):  # A loop that ends in the steps after a signal ends all.
             return None
 
-    whole = start(new_directory())
-    interruptions: dict[str, list[dict[str, int]]] = {
-        "error after step 2": [{"error": 2, "every": 2}],
-        "steps in part again": [{"error": 5, "every": 2}],
-        "SIGTERM in step 4": [{"told": 4}],
-        "SIGTERM in steps 1 and 6": [{"told": 1}, {"told": 6}],
-        "longer": [{"total": 3}],
-        "finished, and started again": [{"total": TOTAL}],
-    }
-    cases = {title: partial(difference, start, whole, *options) for title, options in interruptions.items()}
-    yield from run_cases(f"jax/{state}/{optimizer}", cases, only)
+    signals = {"SIGTERM in step 4": [{"told": 4}], "SIGTERM in steps 1 and 6": [{"told": 1}, {"told": 6}]}
+    yield from run_interrupted(f"jax/{state}/{optimizer}", start, TOTAL, signals, only)

@@ -46,7 +46,9 @@ class Net(lightning.LightningModule):
         return torch.nn.functional.mse_loss(self.head(self.backbone(batch[0])), batch[1])
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
-        loss = self.loss(batch)
+        return self.logged(self.loss(batch))
+
+    def logged(self, loss: torch.Tensor) -> torch.Tensor:
         self.log("train_loss", loss, on_step=True, on_epoch=True)
         self.train_error(loss.detach())
         self.log("train_error", self.train_error, on_step=False, on_epoch=True)
@@ -98,9 +100,7 @@ class Adversaries(Net):
             optimizer.zero_grad()
             self.manual_backward(sign * loss)
             optimizer.step()
-        self.log("train_loss", loss, on_step=True, on_epoch=True)
-        self.train_error(loss.detach())
-        self.log("train_error", self.train_error, on_step=False, on_epoch=True)
+        self.logged(loss)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam(self.backbone.parameters()), torch.optim.SGD(self.head.parameters(), 0.01)

@@ -70,37 +70,30 @@ class Recorder(lightning.Callback):
         self.validations: list[int] = []
         self.raw: Any = None
 
-    def _happens(self, kind: str, trainer: Any, batch: int = 0) -> bool:
-        found = self.interruption == Interruption(kind, trainer.global_step, batch)
-        if found:
+    def _interrupt(self, kind: str, trainer: Any, batch: int = 0) -> None:
+        """Interrupt the run where that is to happen now."""
+        if self.interruption == Interruption(kind, trainer.global_step, batch):
             self.interruption = None
-        return found
-
-    def _signal(self) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
+            if kind == "error":
+                raise InterruptionError
+            os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGTERM)
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
         self.steps.append(trainer.global_step)
-        if self._happens("error", trainer):
-            raise InterruptionError
-        if self._happens("kill", trainer):
-            os.kill(os.getpid(), signal.SIGKILL)
-        if self._happens("signal", trainer):
-            self._signal()
+        for kind in ("error", "kill", "signal"):
+            self._interrupt(kind, trainer)
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        if self._happens("signal before validation", trainer):
-            self._signal()
+        self._interrupt("signal before validation", trainer)
 
     def after_batch(self, trainer: Any) -> None:
         """Be called by the module's own hook, after those of all callbacks."""
-        if self._happens("signal after batch", trainer):
-            self._signal()
+        self._interrupt("signal after batch", trainer)
 
     def during_validation(self, trainer: Any, index: int) -> None:
         """Be called by the module, as a hook would make the program another one."""
-        if not trainer.sanity_checking and self._happens("signal in validation", trainer, index):
-            self._signal()
+        if not trainer.sanity_checking:
+            self._interrupt("signal in validation", trainer, index)
 
     def on_validation_end(self, trainer: Any, *args: Any) -> None:
         if not trainer.sanity_checking:
@@ -109,8 +102,7 @@ class Recorder(lightning.Callback):
 
     def on_train_epoch_end(self, trainer: Any, *args: Any) -> None:
         self._note("epoch", trainer, "train_loss_epoch", "train_error")
-        if self._happens("signal at epoch end", trainer):
-            self._signal()
+        self._interrupt("signal at epoch end", trainer)
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         self.raw = bits(module.state_dict())  # some callbacks put an average in its place

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 import holdfast as hf
 
 from .cases import Run
-from .torch_programs import FEATURES, backward, batch, network, update
+from .torch_programs import FEATURES, batch, descend, network, update
 
 TOTAL = 12
 
@@ -30,10 +30,7 @@ def _new_state(model: nn.Module) -> dict[str, Any]:
 
 
 def _fit(state: Any, x: torch.Tensor) -> None:
-    loss = nn.functional.mse_loss(state["model"](x), x.sum(1, keepdim=True))
-    state["optimizer"].zero_grad()
-    backward(loss)
-    state["optimizer"].step()
+    descend(state["optimizer"], nn.functional.mse_loss(state["model"](x), x.sum(1, keepdim=True)))
 
 
 def train(run: Run, state: Any, step: Callable[[Any, int], object], **extras: Any) -> Any:

@@ -43,11 +43,15 @@ def backward(loss: Any) -> None:
     loss.backward()  # which torch has no types for
 
 
-def update(model: Any, optimizer: Any) -> torch.Tensor:
-    loss = loss_of(model)
+def descend(optimizer: Any, loss: Any) -> None:
     optimizer.zero_grad()
     backward(loss)
     optimizer.step()
+
+
+def update(model: Any, optimizer: Any) -> torch.Tensor:
+    loss = loss_of(model)
+    descend(optimizer, loss)
     return loss.detach()
 
 
@@ -226,10 +230,7 @@ def _distillation() -> Program:
         x = batch()[0]
         with torch.no_grad():
             y = state["teacher"](x)
-        loss = nn.functional.mse_loss(state["student"](x), y)
-        state["optimizer"].zero_grad()
-        backward(loss)
-        state["optimizer"].step()
+        descend(state["optimizer"], nn.functional.mse_loss(state["student"](x), y))
 
     return make, step
 
@@ -487,9 +488,7 @@ def _reinforcement() -> Program:
         replay = state["replay"]
         replay.add(replay.rng.normal(size=(5, FEATURES)).astype(np.float32) * state["random"].random())
         loss = (state["model"](replay.sample()) - 1).square().mean()
-        state["optimizer"].zero_grad()
-        backward(loss)
-        state["optimizer"].step()
+        descend(state["optimizer"], loss)
         if float(loss) < replay.best["loss"]:
             replay.best = {"loss": float(loss), "step": number}
 

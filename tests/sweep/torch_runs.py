@@ -16,7 +16,7 @@ import torch
 from holdfast import components, graph
 
 from . import cases
-from .cases import Case, InterruptionError, Run, bits, difference, new_directory, run_cases
+from .cases import Case, InterruptionError, Run, bits, run_interrupted
 from .torch_loops import LOOPS, TOTAL, train
 from .torch_programs import STEPS, Program, State
 
@@ -102,22 +102,15 @@ def run_group(interface: str, program: str, only: tuple[str, ...] = ()) -> Itera
         drawn = [torch.rand(2).tolist(), *([] if is_graph else [np.random.rand(), random.random()])]
         return None if run.stopped else {"found": bits(found, attributes=True), "drawn": drawn}
 
-    whole = start(new_directory())
-    interruptions: dict[str, list[dict[str, int]]] = {
-        "error after step 2": [{"error": 2, "every": 2}],
-        "steps in part again": [{"error": 5, "every": 2}],
-        "error at the end of an epoch": [{"error": 4, "every": 4}],
-        "error in the second epoch": [{"error": 6, "every": 3}],
+    signals = {
         "SIGTERM at the end of an epoch": [{"told": 4}],
         "SIGTERM in the second epoch": [{"told": 7}],
         "SIGTERM in steps 1 and 6": [{"told": 1}, {"told": 6}],
         "SIGTERM at the ends of two epochs": [{"told": 4}, {"told": 8}],
-        "longer": [{"total": 3}],
-        "finished, and started again": [{"total": TOTAL}],
     }
-    found = {
-        title: partial(difference, start, whole, *options)
-        for title, options in interruptions.items()
-        if not (is_graph and "SIGTERM" in title)
+    errors = {
+        "error at the end of an epoch": [{"error": 4, "every": 4}],
+        "error in the second epoch": [{"error": 6, "every": 3}],
     }
-    yield from run_cases(f"torch/{interface}/{program}", found, only)
+    interruptions = errors if is_graph else errors | signals
+    yield from run_interrupted(f"torch/{interface}/{program}", start, TOTAL, interruptions, only)
