@@ -49,6 +49,11 @@ def taken_by(function: Callable[[Any], Any]) -> Transform:
     return T(original_key="a", value_fn=function)
 
 
+def made_by(function: Callable[..., Any]) -> Transform:
+    """A transformation that takes what a function makes of the tree, or of the key and the tree."""
+    return T(multi_value_fn=function)
+
+
 abstract: Any = jax.ShapeDtypeStruct
 
 
@@ -63,9 +68,9 @@ SOURCES: dict[str, Any] = {
     "transformations in a list": ({"x": [taken("a"), taken("f")]}, {"x": (0, 0)}, {"x": (1, 2)}),
     "function of the value": ({"a": T(value_fn=lambda v: v * 10)}, {"a": 0}, {"a": 10}),
     "function of another value": ({"x": T(original_key="a", value_fn=lambda v: v * 10)}, {"x": 0}, {"x": 10}),
-    "function of the tree": ({"x": T(multi_value_fn=lambda tree: tree["a"] + tree["f"])}, {"x": 0}, {"x": 3}),
+    "function of the tree": ({"x": made_by(lambda tree: tree["a"] + tree["f"])}, {"x": 0}, {"x": 3}),
     "function of the key and the tree": (
-        {r"x\d": T(multi_value_fn=lambda key, tree: tree[f"b{key[1:]}"]["c"])},
+        {r"x\d": made_by(lambda key, tree: tree[f"b{key[1:]}"]["c"])},
         {"x1": 0, "x2": 0},
         {"x1": 2, "x2": 3},
     ),
@@ -113,8 +118,8 @@ OF_CONTAINERS: dict[str, Any] = {
     "function": (T(original_key="b", value_fn=lambda v: v + 1), NEW_SUBTREE, {"x": {"c": 6, "d": [1, 2, 3, 4]}}),
     "function, placeholder": (T(original_key="b", value_fn=lambda v: sum(v["d"])), {"x": ...}, {"x": 6}),
     "fallback": (T(use_fallback=True), NEW_SUBTREE, NEW_SUBTREE),
-    "whole": (T(multi_value_fn=lambda tree: {**tree["b"], "more": 1}), NEW_SUBTREE, {"x": {"c": 5, "d": [0, 1, 2, 3]}}),
-    "whole, ...": (T(multi_value_fn=lambda tree: tree["b"]["d"][1:]), {"x": ...}, {"x": [1, 2, 3]}),
+    "whole": (made_by(lambda tree: {**tree["b"], "more": 1}), NEW_SUBTREE, {"x": {"c": 5, "d": [0, 1, 2, 3]}}),
+    "whole, ...": (made_by(lambda tree: tree["b"]["d"][1:]), {"x": ...}, {"x": [1, 2, 3]}),
 }
 
 
@@ -259,22 +264,13 @@ UNFILLED: dict[str, Any] = {
 }
 NEW_PREFERRED: dict[str, Any] = {
     "new fallback": ({"x": T(use_fallback=True)}, {"x": 0}, "x: expected a value, not in the original tree"),
-    "new placeholder": (
-        {},
-        {"a": ...},
-        "a: expected a value, found only a placeholder",
-        "default_to_original is False",
-    ),
+    "new placeholder": ({}, {"a": ...}, "a: expected a value, found only a pl", "default_to_original is False"),
 }
 MISFITS: dict[str, Any] = {
-    "tree": (
-        {"x": T(multi_value_fn=lambda tree: [1])},
-        {"x": 0},
-        "multi_value_fn of the transformation for x returned a list",
-    ),
+    "tree": ({"x": made_by(lambda tree: [1])}, {"x": 0}, "multi_value_fn of the transformation for x returned a list"),
     "value": ({"x": taken_by(lambda v: {"k": v})}, {"x": 0}, "value_fn of the transformation for x returned a dict"),
     "part": (
-        {"x": T(multi_value_fn=lambda tree: tree["b1"])},
+        {"x": made_by(lambda tree: tree["b1"])},
         {"x": {"c": 0, "d": 0}},
         "must return a tree ",
         "d: not returned",
@@ -295,7 +291,7 @@ def test_keys_that_cannot_be_filled(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["value_fn", "multi_value_fn"])
 def test_errors_of_functions_name_the_key(name: str) -> None:
-    failing = {"value_fn": taken_by(lambda value: value / 0), "multi_value_fn": T(multi_value_fn=lambda tree: 1 / 0)}
+    failing = {"value_fn": taken_by(lambda value: value / 0), "multi_value_fn": made_by(lambda tree: 1 / 0)}
     with pytest.raises(ZeroDivisionError) as caught:
         apply_transformations(ORIGINAL, {"x": failing[name]}, {"x": 0})
     assert caught.value.__notes__ == [f"raised by {name} of the transformation for x"]
