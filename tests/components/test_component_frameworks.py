@@ -361,22 +361,22 @@ def test_names_of_components(place: str) -> None:
         def get_checkpointable_components(self) -> list[tuple[str, Any]]:
             return list(self.parts.items())
 
-    names = ["state", "v1.2", "50%", "(0)AddObs", "checkpoint.json", "..", "ü"]
-    named = Named(names)
+    named = Named(["state", "v1.2", "(0)AddObs", ".."])
     for number, part in enumerate(named.parts.values()):
         part.total[:] = number
     path = named.save_to_path(place)
     found = Named.from_checkpoint(path)
-    assert [part.total[0] for part in found.parts.values()] == list(range(len(names)))
-    found.parts["v1.2"].total[:] = -1
-    found.restore_from_path(f"{path}/v1%252E2", component="v1.2")
-    assert found.parts["v1.2"].total[0] == 1
-    found.restore_from_path(f"{path}/v1%252E2", component="state")
-    assert found.parts["state"].total[0] == 1
-    with pytest.raises(hf.errors.OptionError, match="two components called 'a/b', or one inside the other"):
-        Named(["a", "a/b"]).save_to_path(f"{place}/x")
-    with pytest.raises(hf.errors.OptionError, match="a component called ''"):
-        Named([""]).save_to_path(f"{place}/x")
+    assert [part.total[0] for part in found.parts.values()] == [0, 1, 2, 3]
+    for name in ("v1.2", "state"):
+        found.parts[name].total[:] = -1
+        found.restore_from_path(f"{path}/v1%252E2", component=name)
+        assert found.parts[name].total[0] == 1
+    for names, message in (
+        (["a", "a/b"], "two components called 'a/b', or one inside"),
+        ([""], "a component called ''"),
+    ):
+        with pytest.raises(hf.errors.OptionError, match=message):
+            Named(names).save_to_path(f"{place}/x")
 
 
 allow(Limits)

@@ -122,16 +122,6 @@ def test_a_new_component_is_made(run: Path, item: Any) -> None:
         handler.restore(path, Trainer(), stric=False)
 
 
-def test_what_cannot_be_saved_stops_nothing_that_is_there(run: Path) -> None:
-    trainer = trained(3)
-    trainer.mean = np.array([object()])
-    with hf.CheckpointManager(run, components()) as manager:
-        with pytest.raises(hf.errors.UnsupportedLeafError, match="mean"):
-            manager.save(3, {"trainer": trainer, "note": {}})
-        assert manager.all_steps() == [1, 2]
-    assert sorted(path.name for path in run.iterdir() if path.name.isdigit()) == ["1", "2"]
-
-
 COMPRESSED = hf.Layout(compression=3, chunk_bytes=4096)
 
 
@@ -190,16 +180,6 @@ def test_everything_is_synced_about_once(tmp_path: Path, monkeypatch: pytest.Mon
         save(path)
         there = [path, *path.rglob("*")]
         assert len(there) <= len(synced) <= len(there) + again + 8  # marks, and the directory around
-
-
-def test_versions_are_looked_up_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trained().save_to_path(tmp_path / "first")
-
-    def look_up(name: str) -> str:
-        raise AssertionError(f"the version of {name} is known")
-
-    monkeypatch.setattr("importlib.metadata.version", look_up)
-    trained().save_to_path(tmp_path / "second")
 
 
 # ---- what others see

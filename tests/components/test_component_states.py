@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import logging
-import subprocess
-import sys
 from collections import OrderedDict, deque
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -182,35 +179,12 @@ def test_only_classes_that_the_component_shows_come_back(place: str, caplog: pyt
 def test_long_lists_take_the_space_of_an_array(tmp_path: Path) -> None:
     """In a state, and among the arguments of a constructor."""
     floats = np.random.default_rng(0).normal(size=50_000)
-
-    def size(component: Checkpointable, name: str) -> int:
-        path = component.save_to_path(tmp_path / name)
-        return sum(file.stat().st_size for file in Path(path).rglob("*") if file.is_file())
-
-    array = size(holding(floats), "array")
-    assert size(holding(floats.tolist()), "floats") <= 1.1 * array
-    assert size(holding([1, *floats.tolist()]), "mixed") <= 1.2 * array
-    [leaf] = [leaf for leaf in hf.describe(tmp_path / "floats") if leaf.bytes > 1000]
-    assert (leaf.kind, leaf.path) == ("numbers", "held")
-    assert size(Table(floats.tolist()), "list as argument") <= 1.5 * size(Table(floats), "array as argument")
-
-
-def test_a_restore_packs_no_list_of_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It only has to know which lists are packed in the checkpoint; packing them takes longer than all the rest."""
-    value = [1, True, *np.random.default_rng(0).normal(size=5_000).tolist()]
-    tree = Tree()
-    tree.part = value
-    path = tree.save_to_path(tmp_path / "mixed")
-
-    def packs(items: list[Any]) -> Any:
-        raise AssertionError("a list was packed")
-
-    monkeypatch.setattr(importlib.import_module("holdfast.engine.pytree.flattening"), "_mixed", packs)
-    running = Tree()
-    running.part = [0, False, *[0.0] * 5_000]
-    running.restore_from_path(path)
-    assert running.part == value
-    assert list(map(type, running.part)) == list(map(type, value))
+    for kind in (holding, Table):
+        sizes = []
+        for name, numbers in (("array", floats), ("floats", floats.tolist()), ("mixed", [1, *floats.tolist()])):
+            path = Path(kind(numbers).save_to_path(tmp_path / kind.__name__ / name))
+            sizes.append(sum(file.stat().st_size for file in path.rglob("*") if file.is_file()))
+        assert max(sizes) <= 1.5 * sizes[0]
 
 
 def test_a_state_whose_document_names_the_elements_of_a_list() -> None:
@@ -232,46 +206,32 @@ def test_a_state_whose_document_names_the_elements_of_a_list() -> None:
 
 # ---- a class of a program that is run
 
-PROGRAM = """
-import sys
-import numpy as np
-from holdfast.components import Checkpointable
 
 class Policy(Checkpointable):
-    def __init__(self, size):
-        self.weights = np.zeros(size)
+    def __init__(self, size: int) -> None:
+        self.weights = np.full(size, 7)
+
 
 class League(Checkpointable):
     class Member(Policy):
         pass
 
-    def __init__(self, policies):
+    def __init__(self, policies: dict[str, Policy]) -> None:
         self.policies = policies
-
-if __name__ == "__main__":
-    league = League({"a": Policy(3), "b": League.Member(2)})
-    for policy in league.policies.values():
-        policy.weights += 7
-    league.save_to_path(sys.argv[1])
-"""
 
 
 def test_a_class_of_a_program_is_found_by_its_qualified_name(tmp_path: Path) -> None:
-    (tmp_path / "train_policy_program.py").write_text(PROGRAM)
-    command = [sys.executable, "train_policy_program.py", str(tmp_path / "saved")]
-    subprocess.run(command, cwd=tmp_path, check=True, timeout=60)
-    sys.path.insert(0, str(tmp_path))
-    try:
-        import train_policy_program as program  # type: ignore[import-not-found]  # written above
-    finally:
-        sys.path.remove(str(tmp_path))
-    league = program.League.from_checkpoint(tmp_path / "saved", strict=True)
-    assert [type(one) for one in league.policies.values()] == [program.Policy, program.League.Member]
+    with pytest.MonkeyPatch.context() as program:
+        for kind in (Policy, League, League.Member):
+            program.setattr(kind, "__module__", "__main__")
+        League({"a": Policy(3), "b": League.Member(2)}).save_to_path(tmp_path / "saved")
+    league = League.from_checkpoint(tmp_path / "saved", strict=True)
+    assert [type(one) for one in league.policies.values()] == [Policy, League.Member]
     members = tmp_path / "saved" / "policies"
-    assert program.Policy.from_checkpoint(members / "a").weights.tolist() == [7, 7, 7]
-    assert program.League.Member.from_checkpoint(members / "b").weights.tolist() == [7, 7]
+    assert Policy.from_checkpoint(members / "a").weights.tolist() == [7, 7, 7]
+    assert League.Member.from_checkpoint(members / "b").weights.tolist() == [7, 7]
     with pytest.raises(hf.errors.NotAllowedError, match=r"__main__:League.Member, which is not allowed"):
-        program.Policy.from_checkpoint(members / "b")
+        Policy.from_checkpoint(members / "b")
 
 
 class Table(Checkpointable):
@@ -281,12 +241,8 @@ class Table(Checkpointable):
 
 
 NUMBERS: dict[str, Any] = {
-    "floats": [0.1 * index for index in range(5000)],
-    "special floats": [float("nan"), float("-inf"), -0.0] * 50,
-    "integers": list(range(-2500, 2500)),
-    "large integers": [(1 << 63) - 1, -(1 << 63)] * 50,
+    "floats": [0.1, float("nan"), float("-inf"), -0.0] * 50,
     "larger integers": [1 << 80] * 50,
-    "bits": [True, False] * 100,
     "mixed": [1, 2.5, True] * 100,
     "complex numbers": [1 + 2j, 3j] * 50,
     "a tuple": tuple(range(100)),

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import json
 import logging
 import os
 import pickle
-import struct
 import sys
 import types
 from collections.abc import Iterator
@@ -23,7 +21,6 @@ from tests.equality import assert_same
 
 import holdfast as hf
 from holdfast.components import Checkpointable, read_state
-from holdfast.integrations.formats.rllib import decode_state
 
 RAN: list[str] = []
 
@@ -47,10 +44,8 @@ def packed(value: Any) -> bytes:
     def default(item: Any) -> Any:
         if isinstance(item, np.ndarray):
             return {b"nd": True, b"type": item.dtype.str, b"kind": b"", b"shape": item.shape, b"data": item.tobytes()}
-        if isinstance(item, np.generic):
-            return {b"nd": False, b"type": item.dtype.str, b"data": item.tobytes()}
-        assert isinstance(item, complex)
-        return {b"complex": True, b"data": repr(item)}
+        assert isinstance(item, np.generic)
+        return {b"nd": False, b"type": item.dtype.str, b"data": item.tobytes()}
 
     return bytes(msgpack.packb(value, default=default))
 
@@ -279,29 +274,6 @@ def test_damaged_directories(tmp_path: Path, ray_class: type, file: str, content
         learner.restore_from_path(path)
     assert message in str(error.value)
     assert learner.updates == 0
-
-
-def test_every_byte_of_a_msgpack_state() -> None:
-    content = packed(
-        {"a": np.arange(4.0), "b": [1, -5, 1 << 40, 2.5, "text", b"bytes", None, True, 1j], "c": {"d": {}}}
-    )
-    for position in range(len(content)):
-        for bit in range(8):
-            flipped = bytearray(content)
-            flipped[position] ^= 1 << bit
-            with contextlib.suppress(hf.DamagedCheckpointError):
-                decode_state(bytes(flipped))
-        with pytest.raises(hf.DamagedCheckpointError):
-            decode_state(content[:position])
-    for wrong in (
-        {b"nd": True, b"type": "|O", b"kind": b"O", b"shape": [1], b"data": pickled(1)},
-        {b"nd": True, b"type": "<f4", b"shape": [1]},
-        {b"nd": False, b"type": "<f4", b"data": b""},
-        {b"complex": True, b"data": "x"},
-    ):
-        with pytest.raises(hf.DamagedCheckpointError):
-            decode_state(packed(wrong))
-    assert decode_state(b"\xca" + struct.pack(">f", 0.1)) == struct.unpack(">f", struct.pack(">f", 0.1))[0]
 
 
 def test_numpy_in_every_pickle_protocol(tmp_path: Path) -> None:

@@ -37,12 +37,3 @@ def test_the_names_for_users_of_tensorflow_exist() -> None:
     names = set(re.findall(r"\bgraph\.([A-Za-z_]+)", page))
     assert len(names) >= 9
     assert names <= set(graph.__all__)
-    methods = {
-        graph.Checkpoint: "save write read restore save_counter",
-        graph.CheckpointManager: "save latest_checkpoint checkpoints restore_or_initialize",
-        graph.RestoreStatus: "assert_consumed assert_existing_objects_matched assert_nontrivial_match expect_partial",
-        graph.CheckpointReader: "get_variable_to_shape_map get_variable_to_dtype_map get_tensor has_tensor",
-        graph.Value: "assign assign_add __int__",
-    }
-    for kind, listed in methods.items():
-        assert [name for name in listed.split() if not hasattr(kind, name)] == []

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -202,31 +200,3 @@ def test_a_callback_resumes_a_model(tmp_path: Path, models: tuple[Any, Any], mon
     with CheckpointCallback(tmp_path, save_interval_steps=1) as callback:
         callback.restore_or_initialize({"model": fresh})
     assert keras_like.values(fresh) == keras_like.values(saved) != before
-
-
-_PROGRAM = """
-import os, sys
-os.environ["KERAS_BACKEND"] = sys.argv[1]
-import keras, numpy as np
-from holdfast import graph
-
-def model():
-    found = keras.Sequential([keras.layers.Dense(3), keras.layers.BatchNormalization(), keras.layers.Dense(1)])
-    found.build((None, 4))
-    found.compile(keras.optimizers.Adam(0.1), "mse")
-    return found
-
-x, y = np.eye(8, 4, dtype="float32"), np.ones((8, 1), "float32")
-first, second = model(), model()
-first.fit(x, y, verbose=0)
-graph.Checkpoint(model=second).restore(graph.Checkpoint(model=first).save(sys.argv[2])).assert_consumed()
-for one in (first, second):
-    one.fit(x, y, verbose=0, shuffle=False)
-assert all(map(np.array_equal, first.get_weights(), second.get_weights()))
-"""
-
-
-@pytest.mark.skipif(importlib.util.find_spec("keras") is None, reason="no Keras")
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_training_with_keras_itself_goes_on(tmp_path: Path, backend: str) -> None:
-    subprocess.run([sys.executable, "-c", _PROGRAM, backend, str(tmp_path / "ckpt")], check=True)

@@ -388,10 +388,7 @@ class Holder(Checkpointable):
         self.objects: Program = {}
 
 
-# ---- modes
-
-
-# ---- containers of arrays that grow
+# ---- modes, and containers of arrays that grow
 
 
 @pytest.mark.parametrize("component", [False, True], ids=["objects", "component"])

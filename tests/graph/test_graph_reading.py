@@ -139,22 +139,6 @@ def test_a_reader_has_names_shapes_dtypes_and_values(saved: str) -> None:
     assert reader.get_tensor(name) == adam.state[net.weight]["exp_avg"]
 
 
-def test_other_readers_read_a_graph(saved: str) -> None:
-    assert hf.verify(saved).ok
-    loaded = hf.load(saved)
-    assert (loaded["net"]["bias"].tolist(), loaded["name"]) == ([0, 1, 2], "text")
-    assert {key: len(value) for key, value in loaded["odd"].items()} == {
-        "a/b/c": 1,
-        "c/": 2,
-        ".S": 3,
-        "slots": 4,
-        "": 5,
-    }
-    assert [found.step for found in hf.list_checkpoints(saved)] == [1]
-    part = hf.load(f"{saved}/ckpt-1", like={"net": {"bias": torch.zeros(3)}}, select="net/**")
-    assert part["net"]["bias"].tolist() == [0, 1, 2]
-
-
 def test_a_plain_tree_is_a_graph_of_containers(place: str) -> None:
     layers = [np.ones(2), np.ones(3)]
     hf.save(place, {"net": {"layers": layers}, "history": [1.0, 2.0], "pairs": {"a": (1, 2)}, "named": {"x": 1}})

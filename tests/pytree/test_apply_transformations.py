@@ -272,7 +272,7 @@ MISFITS: dict[str, Any] = {
     "part": (
         {"x": made_by(lambda tree: tree["b1"])},
         {"x": {"c": 0, "d": 0}},
-        "must return a tree ",
+        "must return a tree",
         "d: not returned",
     ),
 }

@@ -86,18 +86,6 @@ def test_every_flavour_comes_back(tensor: Any, save: Any) -> None:
     assert_same(again, tensor)
 
 
-def test_a_tensor_on_the_cpu_is_not_copied() -> None:
-    tensor = torch.zeros(4, requires_grad=True)
-    conjugated = COMPLEX.conj()
-    plain, copied = describe(["a", "b"], [tensor, conjugated])
-    assert isinstance(plain, ArrayLeaf)
-    assert isinstance(copied, ArrayLeaf)
-    assert plain.volatile
-    assert plain.details == {"kind": "torch", "requires_grad": True}
-    assert plain.pieces[0].array.ctypes.data == tensor.data_ptr()
-    assert not copied.volatile
-
-
 @pytest.mark.parametrize(
     ("make", "said"),
     [
