@@ -231,6 +231,9 @@ NO_SPECS: list[Any] = [
     {"namespace": [["a b", 1]]}, {"path": None}, {"recipe": 5}, {"recipe": {"class": 5, "constructor": EMPTY}},
     {"recipe": {"class": OF_REMEMBER, "constructor": EMPTY}}, {"object": [OF_REMEMBER, []]},
     {"enum": [OF_REMEMBER, "NOW"]}, {"partial": [5, [], []]}, DEEP,
+    {"array": ["torch", "float32", [1], "AAAA"]}, {"array": ["numpy", "float32", [0, 1 << 62], ""]},
+    {"range": [0, 1 << 70, 0]}, {"complex": ["inf", "0x1p99999"]}, {"torch.dtype": "_C"}, {"device": "numpy"},
+    {"jax.dtype": "datetime64[s]"}, {"dict": [[{"slice": [1, 2, 3]}, 1]]}, {"set": [{"dict": []}]},
 ]  # fmt: skip
 
 

@@ -165,18 +165,9 @@ HOSTILE = st.recursive(
 
 
 @given(value=HOSTILE)
-@example({"array": ["torch", "float32", [1], "AAAA"]})
-@example({"array": ["numpy", "float32", [0, 1 << 62], ""]})
 @example({"key": ["threefry2x32", "uint32", [2], "AAAAAAAAAAA="]})
-@example({"range": [0, 1 << 70, 0]})
-@example({"complex": ["inf", "0x1p99999"]})
-@example({"torch.dtype": "_C"})
 @example({"jax.dtype": "int4"})
-@example({"device": "numpy"})
-@example({"jax.dtype": "datetime64[s]"})
 @example({"device": "cuda:99999999999999999999"})
-@example({"dict": [[{"slice": [1, 2, 3]}, 1]]})
-@example({"set": [{"dict": []}]})
 def test_hostile_specs_are_data_or_refused(value: Any) -> None:
     decoder = SpecDecoder(Permissions(base=Checkpointable), lambda _: None, lambda _: None, "here")
     with contextlib.suppress(

@@ -29,6 +29,7 @@ import numpy as np
 import pytest
 import torch
 from tests.documents.examples import Examples
+from tests.graph.held import Held
 
 import holdfast as hf
 from holdfast import components, graph
@@ -318,12 +319,9 @@ def test_the_page_runs(
 
 
 def test_an_error_of_a_state_names_its_object(tmp_path: Path) -> None:
-    class Broken:
+    class Broken(Held):
         def get_state(self) -> Any:
             raise RuntimeError("the simulator is gone")
-
-        def set_state(self, state: Any) -> None:
-            """Nothing."""
 
     with pytest.raises(RuntimeError, match="the simulator is gone") as raised:
         graph.Checkpoint(holder=Holder(Broken())).save(tmp_path / "x")
@@ -337,18 +335,7 @@ def decorated(kind: type) -> Any:
     return derived.__new__(derived)
 
 
-class Worker:
-    def __init__(self) -> None:
-        self.seen = 0
-
-    def get_state(self) -> Any:
-        return {"seen": self.seen}
-
-    def set_state(self, state: Any) -> None:
-        self.seen = state["seen"]
-
-
-@pytest.mark.parametrize("kind", [Worker, Root, torch.nn.Linear])
+@pytest.mark.parametrize("kind", [Held, Root, torch.nn.Linear])
 @pytest.mark.parametrize("component", [False, True], ids=["object", "component"])
 def test_classes_decorated_by_ray_are_code(kind: type, component: bool, tmp_path: Path) -> None:
     for start in range(2):

@@ -7,25 +7,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.graph.held import Held
 from tests.processes.harness import Logged, Process, run_processes
 
 import holdfast as hf
 from holdfast import graph
 
 
-class Batches:
-    """A data iterator whose position and randomness differ from process to process."""
+def batches_of(process: int) -> Held:
+    """Returns a data iterator whose position and randomness differ from process to process."""
+    return Held({"words": np.full(1000, process), "position": 0, "text": "shuffled"})
 
-    def __init__(self, seed: int) -> None:
-        self.words = np.full(1000, seed)
-        self.position = 0
 
-    def get_state(self) -> dict[str, Any]:
-        return {"words": self.words, "position": self.position, "text": f"{self.position}"}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        assert state["text"] == str(state["position"])
-        self.words, self.position = state["words"], state["position"]
+def place_in(batches: Held) -> tuple[set[int], int]:
+    return set(batches.state["words"].tolist()), batches.state["position"]
 
 
 def schedule(process: Process, directory: str, own: bool) -> tuple[int, list[str]]:
@@ -35,7 +30,7 @@ def schedule(process: Process, directory: str, own: bool) -> tuple[int, list[str
     net = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(net.parameters())
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    parts = {"batches": Batches(process.index)} if own else {}
+    parts = {"batches": batches_of(process.index)} if own else {}
     checkpoint = graph.Checkpoint(net=net, optimizer=optimizer, scheduler=scheduler, **parts)
     with Logged() as logged:
         checkpoint.restore(graph.latest_checkpoint(directory))
@@ -60,7 +55,7 @@ def train(process: Process, directory: str) -> Any:
     import torch
 
     torch.manual_seed(0)
-    net, batches = torch.nn.Linear(200, 30), Batches(process.index)
+    net, batches = torch.nn.Linear(200, 30), batches_of(process.index)
     optimizer = torch.optim.Adam(net.parameters(), 0.1)
     checkpoint = graph.Checkpoint(step=graph.Value(0), net=net, optimizer=optimizer, batches=batches)
     with graph.CheckpointManager(checkpoint, f"{directory}/run", max_to_keep=2, background=True) as manager:
@@ -72,11 +67,10 @@ def train(process: Process, directory: str) -> Any:
             net(torch.ones(4, 200)).square().mean().backward()
             optimizer.step()
             checkpoint.step.assign_add(1)
-            batches.position += 1 + process.index
+            batches.state["position"] += 1 + process.index
             manager.save()
     by_hand = checkpoint.save(f"{directory}/hand")
-    place = set(batches.words.tolist()), batches.position
-    return started, by_hand, manager.checkpoints, place, net.weight.detach().numpy().tobytes()
+    return started, by_hand, manager.checkpoints, place_in(batches), net.weight.detach().numpy().tobytes()
 
 
 def test_processes_save_together_and_go_on_each_at_its_own_place(
@@ -97,7 +91,7 @@ def test_processes_save_together_and_go_on_each_at_its_own_place(
     shown = {(leaf.item, leaf.path) for leaf in hf.describe(reader.path)}
     names = ("words", "position", "text")
     assert shown >= {(f"state/own/{index}", f"batches/{name}") for index in range(2) for name in names}
-    batches = Batches(5)
+    batches = batches_of(5)
     graph.Checkpoint(batches=batches).restore(run).expect_partial()
-    assert (set(batches.words.tolist()), batches.position) == ({0}, 6)
+    assert place_in(batches) == ({0}, 6)
     assert "was saved by 2 processes" in caplog.text

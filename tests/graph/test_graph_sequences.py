@@ -17,6 +17,7 @@ import optax  # type: ignore[import-untyped]  # it ships no types
 import pytest
 import torch
 from tests.equality import assert_same
+from tests.graph.held import Held
 
 import holdfast as hf
 from holdfast import graph
@@ -106,7 +107,7 @@ def test_a_long_history_costs_what_an_array_costs(tmp_path: Path) -> None:
     size: dict[str, int] = {}
     numbers = np.random.default_rng(0).random(50_000)
     for name, history in {"array": numbers, "list": numbers.tolist(), "queue": deque(numbers.tolist(), 60_000)}.items():
-        graph.Checkpoint(history=history, state=Batches(numbers.tolist()[:100])).write(tmp_path / name)
+        graph.Checkpoint(history=history, state=Held({"history": numbers.tolist()[:100]})).write(tmp_path / name)
         size[name] = sum(file.stat().st_size for file in (tmp_path / name).rglob("*") if file.is_file())
         assert len(hf.describe(tmp_path / name)) < 8  # the work goes with the number of leaves
     assert max(size.values()) < 1.5 * size["array"]
@@ -209,24 +210,12 @@ class Fixed:
     value: torch.Tensor
 
 
-class Batches:
-    def __init__(self, history: list[float] | None = None) -> None:
-        self.state: dict[str, Any] = {"history": history or []}
-
-    def get_state(self) -> dict[str, Any]:
-        return self.state
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        self.state = state
-
-
 def test_classes_in_a_state_come_back(place: str) -> None:
     class Local(NamedTuple):
         a: int
 
     transition = Transition(np.arange(3.0), 0.5)
-    saved = Batches()
-    saved.state = {
+    state = {
         "buffer": [transition, Transition(np.zeros(2), 1.0)],
         "statistics": Statistics(3, transition, deque([1.0, 2.0], 3)),
         "fixed": Fixed(torch.ones(2)),
@@ -234,11 +223,10 @@ def test_classes_in_a_state_come_back(place: str) -> None:
         "local": Local(3),
         "moments": optax.EmptyState(),
     }
-    path = graph.Checkpoint(batches=saved).write(f"{place}/x")
-    live = Batches()
-    live.state["local"] = Local(0)
+    path = graph.Checkpoint(batches=Held(state)).write(f"{place}/x")
+    live = Held({"local": Local(0)})
     graph.Checkpoint(batches=live).restore(path).assert_consumed()
-    assert_same(live.state, saved.state)
+    assert_same(live.state, state)
     assert live.state["statistics"].recent.maxlen == 3
 
 
@@ -268,15 +256,13 @@ def test_a_class_that_is_gone_is_named(place: str) -> None:
             observation: Any
             reward: float
 
-        saved = Batches()
-        saved.state["one"] = Gone(np.zeros(1), 2.0)
-        return graph.Checkpoint(batches=saved).write(f"{place}/x")
+        return graph.Checkpoint(batches=Held({"one": Gone(np.zeros(1), 2.0)})).write(f"{place}/x")
 
     path = saved_with_a_class_of_its_own()
     gc.collect()
     message = r"test_graph_sequences:.*\.Gone with the fields observation, reward"
     with pytest.raises(hf.errors.StateError, match=message):
-        graph.Checkpoint(batches=Batches()).restore(path)
+        graph.Checkpoint(batches=Held({})).restore(path)
 
 
 # ---- parameters in tracked containers
