@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tests.damage import flip
 from torch import nn
 
 import holdfast as hf
@@ -239,15 +241,13 @@ FLIPPED = (
 
 @pytest.mark.parametrize("pattern", [*FLIPPED, "missing", "of another tree"])
 def test_every_flipped_bit_is_found_and_every_other_file(run: Path, pattern: str) -> None:
-    is_flipped = pattern in FLIPPED
-    (file,) = (run / "2").glob(pattern if is_flipped else "trainer/checkpoint.json")
-    content = bytearray(file.read_bytes())
-    content[1] ^= 1
-    if pattern == "of another tree":
-        content = bytearray((Path(trained(9).save_to_path(run.parent / "other")) / "checkpoint.json").read_bytes())
-    file.write_bytes(content)
-    if pattern == "missing":
+    (file,) = (run / "2").glob(pattern if pattern in FLIPPED else "trainer/checkpoint.json")
+    if pattern in FLIPPED:
+        flip(file, 1)
+    elif pattern == "missing":
         file.unlink()
+    else:
+        shutil.copy(f"{trained(9).save_to_path(run.parent / 'other')}/checkpoint.json", file)
 
     report = hf.verify(run)
     (problem,) = {one.file for checkpoint in report.checkpoints for one in checkpoint.problems}

@@ -157,6 +157,7 @@ NOT_VALID: dict[str, tuple[Callable[[], Any], str]] = {
     "filesystem of a restore": (lambda: restored("run", filesystem=5), "filesystem=builtins.int is neither"),
 }
 TAKEN: dict[str, tuple[Callable[[], Any], str]] = {
+    "over a tree": (lambda: Learner().save_to_path("run"), "~/run.*overwrite=True"),
     "over a part": (
         lambda: Policy().save_to_path("run/policies/p0", overwrite=True),
         "run/policies/p0 is a part of the tree at ~/run, which this save would break; save to another path",

@@ -216,20 +216,18 @@ class Naming(Trainer):
         return [(name, getattr(self, name)) for name in ("policy", "optimizer")]
 
 
-def cases() -> list[Any]:
-    found = []
-    for layout, library in itertools.product(list(LAYOUTS)[:-2], LIBRARIES):
-        marks = [] if library == "torch" or layout == "optimizer alone" else [pytest.mark.sweep]
-        if (layout, library) != ("optimizer as a component", "optax"):  # a tuple is no component
-            found.append(pytest.param(layout, library, marks=marks))
-    return found
+CASES = [
+    pytest.param(layout, library, marks=[] if library == "torch" or layout == "optimizer alone" else pytest.mark.sweep)
+    for layout, library in itertools.product(list(LAYOUTS)[:-2], LIBRARIES)
+    if (layout, library) != ("optimizer as a component", "optax")  # a tuple is no component
+]
 
 
 def same(one: list[Any], other: list[Any]) -> bool:
     return len(one) == len(other) and all(np.array_equal(*pair) for pair in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize(("layout", "library"), cases())
+@pytest.mark.parametrize(("layout", "library"), CASES)
 def test_training_goes_on_bit_for_bit(layout: str, library: str, place: str) -> None:
     kind = Naming if layout == "optimizer as a component" else Trainer
     trainer = kind(layout, library)

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import pickle
+import struct
 import sys
 import types
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from tests.equality import assert_same
 
 import holdfast as hf
 from holdfast.components import Checkpointable, read_state
+from holdfast.integrations.formats.rllib import decode_state
 
 RAN: list[str] = []
 
@@ -274,6 +276,19 @@ def test_damaged_directories(tmp_path: Path, ray_class: type, file: str, content
         learner.restore_from_path(path)
     assert message in str(error.value)
     assert learner.updates == 0
+
+
+def test_numbers_of_msgpack() -> None:
+    assert decode_state(packed({"complex": {b"complex": True, b"data": "(1-2j)"}})) == {"complex": 1 - 2j}
+    assert decode_state(b"\xca" + struct.pack(">f", 0.1)) == np.float32(0.1)
+    assert decode_state(packed({"scalar": np.float32(2)})) == {"scalar": 2}
+    for wrong in (
+        {b"nd": True, b"type": "<f4", b"shape": [1]},
+        {b"nd": False, b"type": "<f4", b"data": b""},
+        {b"complex": True, b"data": "x"},
+    ):
+        with pytest.raises(hf.DamagedCheckpointError):
+            decode_state(packed(wrong))
 
 
 def test_numpy_in_every_pickle_protocol(tmp_path: Path) -> None:

@@ -367,6 +367,23 @@ def test_a_save_that_failed_does_not_count_for_the_interval(
         assert saved == [True, False, False, True]
 
 
+@pytest.mark.parametrize("hours", [None, 1.0])
+def test_the_error_of_a_save_in_the_background_is_raised_by_the_next_which_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hours: float | None
+) -> None:
+    once = iter([full])
+    fsync = os.fsync
+    with graph.CheckpointManager(graph.Checkpoint(w=np.zeros(3)), tmp_path, 2, hours, background=True) as manager:
+        manager.save()
+        manager.wait_until_finished()
+        monkeypatch.setattr(os, "fsync", lambda descriptor: next(once, fsync)(descriptor))
+        manager.save()
+        with pytest.raises(hf.SaveFailedError, match="no space"):
+            manager.save()
+        manager.wait_until_finished()
+        assert numbers(manager.checkpoints) == [1, 3]
+
+
 def test_checkpoints_iterator(place: str) -> None:
     checkpoint = graph.Checkpoint(step=0)
     calls = []

@@ -358,17 +358,13 @@ def test_metrics_go_on_with_what_they_have_accumulated(tmp_path: Path, monkeypat
         others = {"recent": torchmetrics.RunningSum(2), "extremes": torchmetrics.MinMaxMetric(torchmetrics.MaxMetric())}
         return {"layer": torch.nn.Linear(1, 1), "several": several, "new": torchmetrics.SumMetric(), **others}
 
-    first, again = metrics(), metrics()
-    for value in (2.0, 1.0):
-        for name in ("several", "recent", "extremes"):
-            first[name](torch.tensor(value))
-    with hf.CheckpointCallback(tmp_path) as checkpoint:
-        checkpoint.restore_or_initialize(first)
-        checkpoint.on_step(1, first)
-    with hf.CheckpointCallback(tmp_path) as checkpoint:
-        checkpoint.restore_or_initialize(again)
-    for name in ("several", "recent", "extremes"):
-        again[name](torch.tensor(6.0))
+    def update(state: Any, *values: float) -> None:
+        for value in values:
+            for name in ("several", "recent", "extremes"):
+                state[name](torch.tensor(value))
+
+    _, again = resumed(tmp_path, metrics, lambda state: update(state, 2.0, 1.0))
+    update(again, 6.0)
     found = again["several"].compute()
     assert found["MeanMetric"] == 3
     assert found["CatMetric"].tolist() == [2, 1, 6]

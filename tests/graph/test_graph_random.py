@@ -6,12 +6,10 @@ import copy
 import uuid
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tests.equality import assert_same
 
 import holdfast as hf
@@ -205,13 +203,3 @@ def test_random_plain_contents(value: Any, blank: Any) -> None:
     late.moved, late.mapped = graph.Node(list=[]), {}
     assert (list(late.moved.list), dict(late.mapped)) == (listed, {"x": value, "c": 1})
     as_location(place).remove_tree()
-
-
-def test_shardings_are_those_of_the_program(place: str) -> None:
-    devices = np.array(jax.devices())
-    rows = NamedSharding(Mesh(devices.reshape(4), ("x",)), PartitionSpec("x"))  # type: ignore[no-untyped-call]  # jax's
-    path = graph.Checkpoint(params={"w": jnp.arange(8.0)}).write(place)
-    checkpoint = graph.Checkpoint(params={"w": jax.device_put(jnp.zeros(8), rows)})
-    checkpoint.read(path).assert_consumed()
-    assert checkpoint.params["w"].sharding == rows
-    assert checkpoint.params["w"].tolist() == list(range(8))

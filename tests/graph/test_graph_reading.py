@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
+from tests.damage import flip
 from tests.graph.held import Held
 from tests.versions import nnx_assign
 
@@ -229,14 +230,13 @@ def test_every_flipped_byte_of_a_graph_is_found(tmp_path: Path) -> None:
     saved = graph.Checkpoint(net=graph.Node(w=np.arange(5.0), n=3), name="x")
     path = Path(saved.write(tmp_path / "x"))
     file = path / "state" / "graph.json"
-    content = file.read_bytes()
-    for place in range(len(content)):
-        file.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+    for place in range(file.stat().st_size):
+        flip(file, place)
         other = graph.Checkpoint(net=graph.Node(w=np.zeros(5), n=0), name="")
         with pytest.raises(hf.HoldfastError):
             other.read(path)
         assert not other.net.w.any()
-    file.write_bytes(content)
+        flip(file, place)
     assert hf.verify(path).ok
 
 
@@ -250,15 +250,12 @@ def test_what_each_process_has_of_its_own_is_verified(tmp_path: Path, size: int,
     files = [file for file in (path / "state" / "own").rglob("*") if file.is_file()]
     assert len(files) == count
     for file in files:
-        content = file.read_bytes()
-        for place in {0, len(content) // 2, len(content) - 1}:
-            flipped = bytearray(content)
-            flipped[place] ^= 1
-            file.write_bytes(flipped)
+        for place in (0, file.stat().st_size // 2, -1):
+            flip(file, place)
             problems = hf.verify(path).checkpoints[0].problems
             assert {problem.file for problem in problems} == {str(file.relative_to(path))}, problems
             assert len({(problem.file, problem.leaf) for problem in problems}) == len(problems)
-        file.write_bytes(content)
+            flip(file, place)
     assert hf.verify(path).ok
 
 
@@ -269,8 +266,7 @@ def test_the_manager_falls_back_to_the_newest_whole_checkpoint(tmp_path: Path) -
             checkpoint.w[...] = value
             manager.save()
     (data,) = [file for file in (tmp_path / "ckpt-2" / "state" / "d").iterdir() if file.name != "index"]
-    content = data.read_bytes()
-    data.write_bytes(content[:100] + bytes([content[100] ^ 1]) + content[101:])
+    flip(data, 100)
     assert not hf.verify(tmp_path / "ckpt-2").ok
     with graph.CheckpointManager(checkpoint, tmp_path, 3) as manager:
         assert manager.restore_or_initialize() == str(tmp_path / "ckpt-1")

@@ -178,3 +178,9 @@ def test_tracers_and_abstract_arrays_are_refused() -> None:
         jax.jit(lambda x: describe_template(["a"], [x]))(1.0)
     with pytest.raises(UnsupportedLeafError, match=r"a: is a jax\.ShapeDtypeStruct, which has no values"):
         describe(["a"], [jax.ShapeDtypeStruct((2,), jnp.float32)])
+
+
+def test_typed_keys_want_typed_keys() -> None:
+    [target] = describe_template(["rng"], [jax.random.split(jax.random.key(0), 3)])
+    found = compare(target, Saved({"kind": "jax"}, np.dtype(np.uint32), (3, 2)))
+    assert found == "rng: expected key<threefry2x32>[3] (template), found uint32[3, 2] (checkpoint)"

@@ -128,3 +128,10 @@ def test_a_pattern_without_a_match_is_named_with_its_option() -> None:
         PathFilter("net/*", ["net/1", "b/*"]).check(paths)
     with pytest.raises(hf.TreeMismatchError, match="select='b' matches no leaf; the checkpoint has no leaves"):
         PathFilter("b").check([])
+
+
+def test_the_root_and_a_key_with_dots() -> None:
+    assert PathFilter("(root)").chooses(())
+    assert PathFilter("(root)").chooses(("",))
+    for pattern in ("x/a.b.c/d", "x/a/b/c/d", "**/b/**"):
+        assert not PathFilter(exclude=pattern).chooses(("x", "a%2Eb%2Ec", "d"))
