@@ -90,34 +90,24 @@ def plain(box: Box) -> tuple[dict[str, Any], dict[str, Any]]:
     return own, {name: plain(below) for name, below in box.boxes.items()}
 
 
-@contextlib.contextmanager
-def place(kind: str) -> Any:
-    with tempfile.TemporaryDirectory() as directory:
-        if kind == "disk":
-            yield directory
-            return
-        url = f"memory://test_component_properties{directory}"
-        yield url
-        hf.storage.as_location(url).remove_tree()
-
-
-@given(tree=TREES, kind=st.sampled_from(["disk", "memory"]), use_msgpack=st.booleans())
+@given(tree=TREES, use_msgpack=st.booleans())
 @settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow])
-def test_trees_come_back(tree: Any, kind: str, use_msgpack: bool) -> None:
-    saved, fresh = made(tree), made(tree, empty=True)
-    with place(kind) as where:
-        path = saved.save_to_path(f"{where}/x", use_msgpack=use_msgpack)
-        report = fresh.restore_from_path(path, strict=True)
-        assert report.complete
-        assert_same(plain(fresh), plain(saved))
-        assert_same(plain(Box.from_checkpoint(path)), plain(saved))
-        assert hf.verify(path).ok
-        for name, below in tree[1].items():
-            part = made(below, empty=True)
-            folder = hf.storage.as_location(path) / "/".join(named_path(name, saved))
-            part.restore_from_path(folder, strict=True)
-            assert_same(plain(part), plain(saved.boxes[name]))
-            assert_same(read_state(folder), read_state(path)[name])
+def test_trees_come_back(tree: Any, use_msgpack: bool) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        for place in (directory, f"memory://tests{directory}"):
+            saved, fresh = made(tree), made(tree, empty=True)
+            path = saved.save_to_path(f"{place}/x", use_msgpack=use_msgpack)
+            assert fresh.restore_from_path(path, strict=True).complete
+            assert_same(plain(fresh), plain(saved))
+            assert_same(plain(Box.from_checkpoint(path)), plain(saved))
+            assert hf.verify(path).ok
+            for name, below in tree[1].items():
+                part = made(below, empty=True)
+                folder = hf.storage.as_location(path) / "/".join(named_path(name, saved))
+                part.restore_from_path(folder, strict=True)
+                assert_same(plain(part), plain(saved.boxes[name]))
+                assert_same(read_state(folder), read_state(path)[name])
+            hf.storage.as_location(path).remove_tree()
 
 
 # ---- constructor specs

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import json
 import logging
-import os
 import pickle
 import struct
 import sys
@@ -34,10 +33,16 @@ def run(what: str) -> str:
 
 
 class Hostile:
-    """An object that runs code when it is unpickled."""
+    """Runs code when it is unpickled; with names, calls what that makes, as cloudpickle does with a script's own."""
+
+    def __init__(self, *names: Any) -> None:
+        self.names = names
+
+    def __call__(self) -> None:
+        """Never called."""
 
     def __reduce__(self) -> Any:
-        return run, ("hostile",)
+        return Hostile(*self.names[1:]) if self.names else run, ("hostile",)
 
 
 def packed(value: Any) -> bytes:
@@ -143,22 +148,12 @@ def test_components_are_made_of_classes_that_the_caller_names(tmp_path: Path, ra
         assert np.array_equal(values_of(made)["net.0.weight"], WEIGHTS["net.0.weight"])
 
 
-class Made:
-    """Pickles as what a function that is pickled makes, as cloudpickle does with classes and functions of a script."""
-
-    def __init__(self, *names: Any) -> None:
-        self.names = names
-
-    def __call__(self) -> None:
-        """Never called."""
-
-    def __reduce__(self) -> Any:
-        return Made(*self.names[1:]) if self.names else os.system, ("true",)
-
-
 def test_what_a_restore_does_not_need_is_no_damage(tmp_path: Path, ray_class: type) -> None:
     path = write(tmp_path / "x", ray_class, "pkl")
-    mapping = {"class": Made("Script"), "ctor_args_and_kwargs": ((), {"policy_mapping_fn": Made("lambda", "code")})}
+    mapping = {
+        "class": Hostile("Script"),
+        "ctor_args_and_kwargs": ((), {"policy_mapping_fn": Hostile("lambda", "code")}),
+    }
     for content in (pickled(mapping), b"\x80\x05", b""):
         (path / "class_and_ctor_args.pkl").write_bytes(content)
         learner = Learner()
@@ -166,7 +161,7 @@ def test_what_a_restore_does_not_need_is_no_damage(tmp_path: Path, ray_class: ty
         assert learner.updates == 7
         with pytest.raises((hf.errors.NotAllowedError, hf.DamagedCheckpointError, hf.errors.OptionError)):
             Learner.from_checkpoint(path)
-    (path / "state.pkl").write_bytes(pickled({"updates": 8, "policy_mapping_fn": Made("lambda")}))
+    (path / "state.pkl").write_bytes(pickled({"updates": 8, "policy_mapping_fn": Hostile("lambda")}))
     learner.restore_from_path(path)
     assert learner.updates == 8
 
