@@ -150,10 +150,8 @@ def test_components_are_made_of_classes_that_the_caller_names(tmp_path: Path, ra
 
 def test_what_a_restore_does_not_need_is_no_damage(tmp_path: Path, ray_class: type) -> None:
     path = write(tmp_path / "x", ray_class, "pkl")
-    mapping = {
-        "class": Hostile("Script"),
-        "ctor_args_and_kwargs": ((), {"policy_mapping_fn": Hostile("lambda", "code")}),
-    }
+    arguments = ((), {"policy_mapping_fn": Hostile("lambda", "code")})
+    mapping = {"class": Hostile("Script"), "ctor_args_and_kwargs": arguments}
     for content in (pickled(mapping), b"\x80\x05", b""):
         (path / "class_and_ctor_args.pkl").write_bytes(content)
         learner = Learner()
