@@ -144,19 +144,15 @@ def test_values_outside_of_attributes_are_refused_before_the_first_step(tmp_path
     saved = graph.Checkpoint(holder=Holder(1)).write(tmp_path / "number")
     with refused:
         graph.Checkpoint(holder=Holder(REFUSED[name]())).read(saved)
-    for number, resume in enumerate((False, True)):
-        with hf.CheckpointCallback(tmp_path / f"components{number}", save_interval_steps=1) as checkpoint:
-            if resume:
-                checkpoint.restore_or_initialize(Root(1))
-                checkpoint.on_step(1, Root(1))
-        with refused, hf.CheckpointCallback(tmp_path / f"components{number}") as checkpoint:
-            checkpoint.restore_or_initialize(Root(REFUSED[name]()))
-        with hf.CheckpointCallback(tmp_path / f"loop{number}", save_interval_steps=1) as checkpoint:
-            if resume:
-                checkpoint.restore_or_initialize(graph.Node(holder=Holder(1)))
-                checkpoint.on_step(1, graph.Node(holder=Holder(1)))
-        with refused, hf.CheckpointCallback(tmp_path / f"loop{number}") as checkpoint:
-            checkpoint.restore_or_initialize(graph.Node(holder=Holder(REFUSED[name]())))
+    kinds: dict[str, Callable[[Any], Any]] = {"components": Root, "loop": lambda one: graph.Node(holder=Holder(one))}
+    for (kind, make), resume in itertools.product(kinds.items(), (False, True)):
+        run = tmp_path / f"{kind}{resume:d}"
+        if resume:
+            with hf.CheckpointCallback(run, save_interval_steps=1) as checkpoint:
+                checkpoint.restore_or_initialize(make(1))
+                checkpoint.on_step(1, make(1))
+        with refused, hf.CheckpointCallback(run) as checkpoint:
+            checkpoint.restore_or_initialize(make(REFUSED[name]()))
     with refused:
         Root(REFUSED[name]()).save_to_path(tmp_path / "component")
     steps = graph.CheckpointManager(graph.Checkpoint(holder=Holder(REFUSED[name]())), tmp_path / "manager", 3)

@@ -12,6 +12,7 @@ from tests.dtypes import EXTENDED
 from tests.equality import assert_same
 from tests.ids import plain_id
 
+import holdfast as hf
 from holdfast.engine.errors import DamagedCheckpointError, TreeMismatchError, UnsupportedLeafError
 from holdfast.engine.pytree import (
     CastProblem,
@@ -123,16 +124,16 @@ def small_numbers() -> Iterator[tuple[Any, Any, Any]]:
 
 
 @pytest.mark.parametrize(("template", "saved", "number"), [*NUMBERS, *small_numbers()], ids=plain_id)
-def test_a_number_takes_a_saved_one_of_its_kind_that_fits(template: Any, saved: Any, number: Any, save: Any) -> None:
+def test_a_number_takes_a_saved_one_of_its_kind_that_fits(template: Any, saved: Any, number: Any, place: str) -> None:
     if np.dtype(np.longdouble).itemsize == 8 and saved is NUMBERS[-1][1]:
         pytest.skip("long double is double here")
     for value in (saved, saved[()]) if isinstance(saved, np.ndarray) else (saved,):
-        checkpoint = save({"a": {"b": value}})
+        hf.save(place, {"a": {"b": value}}, overwrite=True)
         if number is None:
             with pytest.raises(TreeMismatchError, match=r"a/b: expected .* \(template\), found .* \(checkpoint\)"):
-                checkpoint.load(like={"a": {"b": template}})
+                hf.load(place, like={"a": {"b": template}})
             continue
-        again = checkpoint.load(like={"a": {"b": template}})["a"]["b"]
+        again = hf.load(place, like={"a": {"b": template}})["a"]["b"]
         assert type(again) is type(template)
         assert getattr(again, "dtype", None) == getattr(template, "dtype", None)
         assert_same(type(number)(again), number)

@@ -39,11 +39,11 @@ def mesh() -> Any:
     return jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("x", "y"))
 
 
-def test_64_bit_arrays_come_back_where_jax_has_them(save: Any) -> None:
+def test_64_bit_arrays_come_back_where_jax_has_them(place: str) -> None:
     with enable_x64():
         array = jnp.arange(3, dtype=jnp.int64)
-        memory = save([array])
-        assert_same(memory.load(like=[array])[0], array)
+        hf.save(place, [array])
+        assert_same(hf.load(place, like=[array])[0], array)
     [target] = describe_template(["w"], [array])
     line = compare(target, Saved({"kind": "jax"}, np.dtype(np.int64), (3,)))
     assert line is not None
@@ -74,7 +74,7 @@ def test_arrays_over_several_devices_come_in_pieces(spec: Any, pieces: int, told
     }
 
 
-def test_weak_types_come_back_as_the_template_has_them(mesh: Any, save: Any) -> None:
+def test_weak_types_come_back_as_the_template_has_them(mesh: Any, place: str) -> None:
     """Weakly typed arrays take the dtype of what they meet: without the mark, products would have another dtype."""
     rows = jax.sharding.NamedSharding(mesh, PartitionSpec("x"))
     placed = jax.device_put(jnp.full((4, 2), 2), rows)
@@ -82,33 +82,35 @@ def test_weak_types_come_back_as_the_template_has_them(mesh: Any, save: Any) -> 
     strong = jax.tree.map(lambda value: jax.lax.convert_element_type(value, value.dtype), weak)
     described = [leaf_of(value).details.get("weak") for value in (*weak.values(), *strong.values())]
     assert described == [True, True, True, None, None, None]
-    for saved in (weak, strong):
+    for saved in (strong, weak):
+        hf.save(place, saved, overwrite=True)
         for template in (weak, strong, jax.eval_shape(lambda: weak)):
-            loaded = save(saved).load(like=template)
+            loaded = hf.load(place, like=template)
             for name, like in template.items():
                 assert loaded[name].weak_type == like.weak_type, name
                 if isinstance(like, jax.Array):
                     assert_same(loaded[name], like)
-    assert (save(weak).load(like=weak)["rate"] * jnp.ones(2, jnp.bfloat16)).dtype == jnp.bfloat16
+    assert (hf.load(place, like=weak)["rate"] * jnp.ones(2, jnp.bfloat16)).dtype == jnp.bfloat16
 
 
-def test_arrays_go_where_those_of_the_template_are(save: Any) -> None:
+def test_arrays_go_where_those_of_the_template_are(place: str) -> None:
     """Also where these are deleted, as those of a step before are."""
     there = jax.device_put(jnp.ones(2), jax.devices()[-1])
-    place = {"type": "SingleDeviceSharding", "device": f"cpu:{jax.devices()[-1].id}"}
+    sharding = {"type": "SingleDeviceSharding", "device": f"cpu:{jax.devices()[-1].id}"}
     described = describe(["a", "b"], [there, there])
-    assert described[0].details["sharding"] == place
+    assert described[0].details["sharding"] == sharding
     assert described[0].details is described[1].details
     tree = [jnp.ones(2), jax.device_put(jnp.ones(2), jax.devices()[0]), there, jax.random.key(0)]
-    memory = save(tree)
+    hf.save(place, tree)
     tree[0].delete()
     jax.random.key_data(tree[3]).delete()
-    again = memory.load(like=tree)
+    again = hf.load(place, like=tree)
     assert [array.committed for array in again[:3]] == [False, True, True]
     assert_same(again[2], there)
     assert again[0].tolist() == [1, 1]
     assert again[3] == jax.random.key(0)
-    assert not save([there]).load(like=[jax.ShapeDtypeStruct((2,), jnp.float32)])[0].committed
+    hf.save(place, [there], overwrite=True)
+    assert not hf.load(place, like=[jax.ShapeDtypeStruct((2,), jnp.float32)])[0].committed
 
 
 def test_a_snapshot_survives_deletion_and_donation(mesh: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import holdfast as hf
 from holdfast.engine.errors import UnsupportedLeafError
 from holdfast.engine.pytree import ArrayLeaf, Saved, compare, describe, describe_template
 
@@ -45,11 +46,11 @@ def assert_same(one: Any, other: Any) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in DTYPES if hasattr(torch, name)])
-def test_every_dtype_comes_back_bit_for_bit(name: str, save: Any) -> None:
+def test_every_dtype_comes_back_bit_for_bit(name: str, place: str) -> None:
     tensor = sample(name)
-    memory = save({"t": tensor})
-    assert_same(memory.load(like={"t": tensor})["t"], tensor)
-    plain = memory.load()["t"]
+    hf.save(place, {"t": tensor})
+    assert_same(hf.load(place, like={"t": tensor})["t"], tensor)
+    plain = hf.load(place)["t"]
     assert isinstance(plain, np.ndarray)
     assert plain.shape == (6,)
     if name == "complex32":  # which numpy does not have
@@ -79,8 +80,9 @@ FLAVOURS = {
 
 
 @pytest.mark.parametrize("tensor", FLAVOURS.values(), ids=list(FLAVOURS))
-def test_every_flavour_comes_back(tensor: Any, save: Any) -> None:
-    again = save({"t": tensor}).load(like={"t": tensor})["t"]
+def test_every_flavour_comes_back(tensor: Any, place: str) -> None:
+    hf.save(place, {"t": tensor})
+    again = hf.load(place, like={"t": tensor})["t"]
     assert type(again) is type(tensor)
     assert again.is_leaf
     assert_same(again, tensor)
@@ -108,8 +110,9 @@ def test_tensors_without_an_array_are_named(make: Any, said: str) -> None:
         describe(["ok", "model.w"], [torch.ones(1), value])
 
 
-def test_a_tensor_on_the_meta_device_is_a_template_for_the_cpu(save: Any) -> None:
-    again = save([torch.arange(3.0)]).load(like=[torch.empty(3, device="meta", requires_grad=True)])[0]
+def test_a_tensor_on_the_meta_device_is_a_template_for_the_cpu(place: str) -> None:
+    hf.save(place, [torch.arange(3.0)])
+    again = hf.load(place, like=[torch.empty(3, device="meta", requires_grad=True)])[0]
     assert again.device.type == "cpu"
     assert again.requires_grad
     assert again.tolist() == [0, 1, 2]
