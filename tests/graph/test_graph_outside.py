@@ -146,12 +146,12 @@ def test_values_outside_of_attributes_are_refused_before_the_first_step(tmp_path
         graph.Checkpoint(holder=Holder(REFUSED[name]())).read(saved)
     kinds: dict[str, Callable[[Any], Any]] = {"components": Root, "loop": lambda one: graph.Node(holder=Holder(one))}
     for (kind, make), resume in itertools.product(kinds.items(), (False, True)):
-        run = tmp_path / f"{kind}{resume:d}"
+        directory = tmp_path / f"{kind}{resume:d}"
         if resume:
-            with hf.CheckpointCallback(run, save_interval_steps=1) as checkpoint:
+            with hf.CheckpointCallback(directory, save_interval_steps=1) as checkpoint:
                 checkpoint.restore_or_initialize(make(1))
                 checkpoint.on_step(1, make(1))
-        with refused, hf.CheckpointCallback(run) as checkpoint:
+        with refused, hf.CheckpointCallback(directory) as checkpoint:
             checkpoint.restore_or_initialize(make(REFUSED[name]()))
     with refused:
         Root(REFUSED[name]()).save_to_path(tmp_path / "component")
