@@ -314,12 +314,6 @@ def test_weights_of_another_checkpoint_need_one_module(place: str, state: Any, m
         checkpoint.restore_or_initialize(state())
 
 
-def test_the_callback_of_flax_is_the_same_class() -> None:
-    from holdfast.integrations.flax import CheckpointCallback
-
-    assert CheckpointCallback is hf.CheckpointCallback
-
-
 @pytest.mark.parametrize(
     "name", ["step", "metrics", "partial", "max_to_keep", "resume", "best_fn", "global_generators"]
 )
@@ -549,12 +543,12 @@ def test_what_an_optimizer_counts_in_its_groups_is_no_hyperparameter(
     assert group["k"] == 6
 
 
-def torch_by_hand(rate: float, step: int) -> Any:
+def torch_by_hand(rate: float) -> Any:
     net = Net(0)
     return {"net": net, "optimizer": torch.optim.SGD(net.parameters(), rate)}
 
 
-def optax_by_hand(rate: float, step: int) -> Any:
+def optax_by_hand(rate: float) -> Any:
     tx = optax.inject_hyperparams(optax.sgd)(learning_rate=rate)
     params = {"w": jnp.ones(2)}
     return {"params": params, "optimizer": tx.init(params)}
@@ -568,7 +562,7 @@ def test_rates_that_the_loop_sets_itself_are_a_difference_only_if_the_program_be
     for rate in (0.1, 0.1, 0.1, 0.2, 0.2, 0.1):
         caplog.clear()
         with hf.CheckpointCallback(tmp_path) as checkpoint:
-            state, start = checkpoint.restore_or_initialize(make(rate, 0))
+            state, start = checkpoint.restore_or_initialize(make(rate))
             for step in range(start, start + 2):
                 if make is torch_by_hand:
                     state["optimizer"].param_groups[0]["lr"] = 0.1 / (2 + step // 4)
@@ -577,13 +571,9 @@ def test_rates_that_the_loop_sets_itself_are_a_difference_only_if_the_program_be
                 checkpoint.on_step(step + 1, state)
         said.append("hyperparameters differ" in caplog.text)
     assert said == [False, False, False, True, True, False]
-    assert hf.CheckpointManager(tmp_path).custom_metadata(12) == {
-        "hyperparameters": {
-            "optimizer.param_groups[0].lr"
-            if make is torch_by_hand
-            else "optimizer.hyperparams.learning_rate": pytest.approx(0.1)
-        }
-    }
+    name = "param_groups[0].lr" if make is torch_by_hand else "hyperparams.learning_rate"
+    recorded = {"hyperparameters": {f"optimizer.{name}": pytest.approx(0.1)}}
+    assert hf.CheckpointManager(tmp_path).custom_metadata(12) == recorded
 
 
 def test_what_a_schedule_moves_is_no_difference(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -657,10 +647,8 @@ def test_steps_that_go_down_are_refused(tmp_path: Path) -> None:
         checkpoint.on_step(10, state)
     with hf.CheckpointCallback(tmp_path) as checkpoint:
         checkpoint.restore_or_initialize(state)
-        with pytest.raises(
-            hf.errors.OptionError, match=r"on_step\(1\) came after step 10"
-        ):  # a loop that begins at 0 again
-            checkpoint.on_step(1, state)
+        with pytest.raises(hf.errors.OptionError, match=r"on_step\(1\) came after step 10"):
+            checkpoint.on_step(1, state)  # a loop that begins at 0 again
         checkpoint.manager.restore(5, {"state": state})  # a program that goes back says so
         assert checkpoint.on_step(6, state).saved is False
 

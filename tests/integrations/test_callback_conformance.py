@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,8 @@ from tests.lightning_advice import ADVICE
 
 import holdfast as hf
 from holdfast.engine.checkpoint.save import Save
+from holdfast.engine.manager import read_run_events
+from holdfast.engine.storage import as_location
 from holdfast.integrations.lightning import CheckpointCallback as LightningCallback
 from holdfast.integrations.lightning import Preempted
 from holdfast.recipes.self_play import Trainer
@@ -393,9 +396,12 @@ def test_a_second_live_run_is_refused(tmp_path: Path) -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "owned\n"
+        owner = rf"another run is writing to this directory \(process {other.pid}"
         for name in ("numpy", "lightning"):
-            with pytest.raises(hf.errors.OwnershipError, match="another run"):
+            with pytest.raises(hf.errors.OwnershipError, match=owner) as refused:
                 DRIVERS[name].train(tmp_path, 1)
+            assert "Traceback" not in "".join(traceback.format_exception(refused.value)).partition("\n")[2]
+    assert read_run_events(as_location(tmp_path))[0]["event"] == "started"
 
 
 def test_a_save_that_fails_in_the_background_is_raised(

@@ -93,15 +93,8 @@ def scaled_update(state: Any) -> Any:
 
 
 def growing() -> dict[str, Any]:
-    return {
-        "w": jnp.ones(2),
-        "losses": [],
-        "seen": {},
-        "window": np.zeros(0),
-        "best": None,
-        "recent": (),
-        "dropped": [1],
-    }
+    filled = {"w": jnp.ones(2), "window": np.zeros(0), "dropped": [1]}
+    return {**filled, "losses": [], "seen": {}, "best": None, "recent": ()}
 
 
 def growing_update(state: Any) -> Any:
@@ -436,12 +429,9 @@ def test_a_program_that_begins_with_other_types_is_told(place: str) -> None:
     with pytest.raises(hf.TreeMismatchError) as raised:
         train(changed, update, place, 3)
     text = str(raised.value)
-    assert (
-        "rate: expected float32[] (the fresh state), found weak float32[] (checkpoint), in a run that began with float"
-    ) in text
-    assert (
-        "average: expected int (the fresh state), found float32[] (checkpoint), in a run that began with float" in text
-    )
+    for name, expected, saved in (("rate", "float32[]", "weak float32[]"), ("average", "int", "float32[]")):
+        begun = f"{name}: expected {expected} (the fresh state), found {saved} (checkpoint), in a run that began with"
+        assert f"{begun} float" in text
     assert "params" not in text
     # To begin with what was saved, or with what jit cannot tell from it, changes nothing.
     same = {**numbers(), "rate": jnp.asarray(0.1), "average": jnp.float32(0), "last": jnp.zeros((), jnp.bfloat16)}

@@ -23,6 +23,11 @@ import holdfast as hf
 from holdfast import graph
 from holdfast.integrations.flax import CheckpointCallback
 
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:'set_vital' is deprecated",
+    "ignore:.*fork.*:DeprecationWarning",
+    r"ignore:os.fork\(\) was called:RuntimeWarning",
+)
 DATA: Any = TensorDataset(torch.arange(10))
 
 
@@ -137,7 +142,6 @@ class GlobalGenerator:
 
 @pytest.mark.parametrize("generator", [GlobalGenerator, lambda: torch.default_generator], ids=["wrapped", "torch's"])
 @pytest.mark.parametrize("kind", ["skip_to", "StatefulDataLoader"])
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 def test_a_loader_that_begins_draws_nothing_from_a_restored_generator(
     tmp_path: Path, kind: str, generator: Callable[[], Any]
 ) -> None:
@@ -240,7 +244,6 @@ class Frozen(Shuffles):
         *("batches", "workers", "generator of workers"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", r"ignore:os.fork\(\) was called:RuntimeWarning")
 def test_a_loader_that_draws_its_order_or_its_workers_seeds_from_generators(
     make: Callable[[], Any], tmp_path: Path
 ) -> None:
@@ -407,7 +410,6 @@ def test_a_batch_may_be_anything(batch: Any) -> None:
         ({"num_workers": 1, "persistent_workers": True}, 8, None, True),
     ],
 )
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", r"ignore:os.fork\(\) was called:RuntimeWarning")
 def test_a_warning_tells_where_workers_draw_other_numbers(
     options: dict[str, Any], position: int, global_batch_size: int | None, warns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -452,8 +454,6 @@ class Transformed(torch.utils.data.Dataset[Any]):
     ],
     ids=["skip_to", "skip_to, a worker", "StatefulDataLoader"],
 )
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated", "ignore:.*fork.*:DeprecationWarning")
-@pytest.mark.filterwarnings(r"ignore:os.fork\(\) was called:RuntimeWarning")
 def test_generators_of_a_transform_are_handed_over(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
     """As ``generators=`` of skip_to, or as extras beside a loader with a state; workers have copies of them."""
     own: list[Any] = []
@@ -792,7 +792,6 @@ def loop_over_epochs(directory: Path, stop: int = 0, *, first: int | None = None
     ],
     ids=plain_id,
 )
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated", r"ignore:os.fork\(\) was called:RuntimeWarning")
 def test_a_loop_over_epochs_is_stopped_at_the_end_of_one_and_elsewhere(
     options: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -846,15 +845,8 @@ class CountsIndices(CountsEpochs):
         ({"sampler": CountsIndices}, "the CountsIndices of a", False),
         ({"batch_sampler": OwnBatches}, "the OwnBatches of a StatefulDataLoader has no state_dict", True),
     ],
-    ids=[
-        "draws in a worker",
-        "sampler without a state",
-        "sampler with a state",
-        "sampler with a place",
-        "batch sampler without a state",
-    ],
+    ids=plain_id,
 )
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated", r"ignore:os.fork\(\) was called:RuntimeWarning")
 def test_what_a_stateful_loader_does_not_keep_is_said(
     options: dict[str, Any], warning: str, is_lost: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -890,7 +882,6 @@ def test_a_sampler_of_nodes_without_a_state_is_named(tmp_path: Path, caplog: pyt
         lambda: torch.utils.data.SubsetRandomSampler(range(12)),
     ],
 )
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 def test_a_sampler_that_draws_without_a_state_is_refused(sampler: Callable[[], Any], tmp_path: Path) -> None:
     batches = torch.utils.data.BatchSampler(sampler(), 3, False)
     kind = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader

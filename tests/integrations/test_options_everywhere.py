@@ -183,18 +183,8 @@ def test_every_option_is_documented_where_it_is_taken_and_everywhere_alike(place
 
 
 def test_the_documentation_of_a_loop_begins_with_what_everybody_needs() -> None:
-    groups = re.findall(r"^ {4}Args:(.*)\n((?: {8}.*\n)+)", hf.CheckpointCallback.__doc__ or "", re.MULTILINE)
-    assert [title.strip() for title, _ in groups] == [
-        "",
-        "when to save",
-        "what to keep",
-        "where, and how it is stored",
-        "what a resume does",
-        "preemptions",
-        "several processes",
-        "tests",
-    ]
-    first = re.findall(r"^ {8}(\w+): ", groups[0][1], re.MULTILINE)
+    (group,) = re.findall(r"^ {4}Args:\n((?: {8}.*\n)+)", hf.CheckpointCallback.__doc__ or "", re.MULTILINE)
+    first = re.findall(r"^ {8}(\w+): ", group, re.MULTILINE)
     assert first == ["directory", "save_interval_steps", "max_to_keep", "best_fn", "best_mode"]
 
 

@@ -113,23 +113,20 @@ def test_a_handler_that_replaces_that_of_a_callback_is_told_once(name: str, capl
     assert said == told
 
 
+@pytest.mark.usefixtures("default_sigint")
 def test_ctrl_c_may_ask_for_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one saves the step; to ask again, a moment later, interrupts the program."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with hf.CheckpointCallback(tmp_path, signals="SIGINT") as checkpoint:
-            state, _ = checkpoint.restore_or_initialize({"w": 0})
-            for _ in range(2):  # one of the terminal, one of a launcher
-                os.kill(os.getpid(), signal.SIGINT)
-            assert checkpoint.on_step(1, state).should_stop
-            now = time.monotonic()
-            monkeypatch.setattr(time, "monotonic", lambda: now + 2)
-            with pytest.raises(KeyboardInterrupt):
-                os.kill(os.getpid(), signal.SIGINT)
-        assert checkpoint.exit_status == 130, "nothing starts the program again"
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with hf.CheckpointCallback(tmp_path, signals="SIGINT") as checkpoint:
+        state, _ = checkpoint.restore_or_initialize({"w": 0})
+        for _ in range(2):  # one of the terminal, one of a launcher
+            os.kill(os.getpid(), signal.SIGINT)
+        assert checkpoint.on_step(1, state).should_stop
+        now = time.monotonic()
+        monkeypatch.setattr(time, "monotonic", lambda: now + 2)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert checkpoint.exit_status == 130, "nothing starts the program again"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert hf.load(tmp_path, item="state") == {"w": 0}
 
 
@@ -269,16 +266,6 @@ class JaxService:
             self._agreed = self._last + 1
 
 
-def test_jax_distributed_keeps_its_own_handler(monkeypatch: pytest.MonkeyPatch) -> None:
-    service = JaxService(monkeypatch)
-    preemption = PreemptionSignal()
-    assert not preemption.install()
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    assert not preemption.reached()
-    service.notice()
-    assert [preemption.reached() for _ in range(3)] == [True, True, True]
-
-
 class Sensitive:
     """A state that passes on when it is asked for its values and given them: when a restore or a save is under way."""
 
@@ -352,6 +339,7 @@ def test_one_count_for_the_runs_of_a_process(monkeypatch: pytest.MonkeyPatch, tm
     service = JaxService(monkeypatch)
     for name, steps, stopped in (("first", 9, None), ("second", 7, 1)):
         with hf.CheckpointCallback(tmp_path / name, save_interval_steps=100) as checkpoint:
+            assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, "jax keeps its own handler"
             checkpoint.restore_or_initialize({"w": np.zeros(3)})
             for step in range(1, steps + 1):
                 if step == stopped:

@@ -33,7 +33,6 @@ from holdfast.engine.witness import (
     RecordFile,
     Records,
     Seen,
-    changed_attributes,
     compare,
     is_rounding,
     read_records,
@@ -424,18 +423,6 @@ def test_rounding(noise: float, loss: float, explained: bool) -> None:
     assert (is_rounding(saved, now, first) is not None) is explained
 
 
-def test_attributes_that_steps_change_are_named() -> None:
-    plain = Plain()
-    recorder = Recorder(Seen(step=0, root={"state": {"plain": plain}}))
-    found = []
-    for count in (6, 7):
-        plain.count = count
-        found.append(recorder.take(0, Seen(step=count, root={"state": {"plain": plain}})).finish())
-    fresh = Recorder(Seen(step=0, root={"state": {"plain": Plain()}})).attributes
-    assert changed_attributes(found[0], fresh) == {"plain.count": ("6", "5", False)}
-    assert changed_attributes(found[1], fresh) == {"plain.count": ("7", "5", True)}
-
-
 # ---- the file
 
 
@@ -455,18 +442,6 @@ def test_a_file_is_read_again(tmp_path: Path) -> None:
     assert (records.why, [*records.by_k], {*records.names}) == ("", [2, 1, 0], {*NAMES})
     assert [records.by_k[k]["step"] for k in (0, 1, 2)] == [5, 6, 7]
     assert "another checkpoint" in read_records(as_location(tmp_path), 0, "def").why
-
-
-def test_a_file_that_is_continued_keeps_its_lines(tmp_path: Path) -> None:
-    records = written(tmp_path)
-    before = (tmp_path / "witness.jsonl").read_bytes()
-    file = RecordFile(5, 0, {}, None, records)
-    for k in (1, 2, 4):
-        file.add(Recorder(seen(0)).take(k, seen(5 + k, w=9.0)))
-    file.finish()
-    after = (tmp_path / "witness.jsonl").read_bytes()
-    assert after.startswith(before)
-    assert sorted(read_records(as_location(tmp_path), 0, "abc").by_k) == [0, 1, 2, 4]
 
 
 def test_a_file_does_not_grow_beyond_its_limit(tmp_path: Path) -> None:
