@@ -22,7 +22,7 @@ ocp: Any = pytest.importorskip("orbax.checkpoint")
 
 
 class Model(nnx.Module):
-    """Layers in a list, random streams, statistics, a dictionary in a variable, and a parameter under two names."""
+    """Layers in a list, random streams, statistics, and one parameter under two names."""
 
     def __init__(self, seed: int) -> None:
         rngs = nnx.Rngs(seed)
@@ -30,7 +30,6 @@ class Model(nnx.Module):
         self.norm = nnx.BatchNorm(2, rngs=rngs)
         self.drop = nnx.Dropout(0.5, rngs=rngs)
         self.tied = self.layers[0].kernel
-        self.cache = nnx.Variable({"keys": jnp.full(2, seed), "at": {"step": jnp.full(1, seed)}})
 
     def __call__(self, x: Any) -> Any:
         for layer in self.layers:
@@ -189,6 +188,20 @@ def test_a_clip_before_adam_keeps_the_moments(tmp_path: Path) -> None:
         clipped, _ = checkpoint.restore_or_initialize(make(optax.chain(optax.clip(1.0), optax.adam(0.1))))
     moved = {name.replace("opt_state/1/", "opt_state/"): one for name, one in bits(clipped["optimizer"]).items()}
     assert moved == bits(objects["optimizer"])
+
+
+class Cached(nnx.Module):
+    def __init__(self, step: float = 0.0) -> None:
+        self.cache = nnx.Variable({"keys": jnp.full(2, step), "at": {"step": jnp.full(1, step)}})
+
+
+def test_a_variable_that_holds_a_dictionary_resumes(tmp_path: Path) -> None:
+    saved = Cached(5.0)
+    with CheckpointCallback(tmp_path) as checkpoint:
+        checkpoint.on_step(1, {"model": saved})
+    with CheckpointCallback(tmp_path) as checkpoint:
+        restored, _ = checkpoint.restore_or_initialize({"model": Cached()})
+    assert bits(restored["model"]) == bits(saved)
 
 
 @pytest.mark.parametrize("saver", ["state", "pure dictionaries", "by Orbax"])
