@@ -291,16 +291,6 @@ def test_saving_what_does_not_fit(place: str, value: Any, dtype: Any, message: s
         hf.load(place)
 
 
-def test_saving_values_that_do_not_fit_in_the_background(place: str) -> None:
-    with hf.CheckpointManager(place) as manager:
-        manager.save(1, {"w": np.array([1 << 40])})
-        manager.wait_until_finished()
-        manager.save(2, {"w": np.array([1 << 40])}, save_kwargs={"save_args": hf.SaveArgs(dtype=np.int32)})
-        with pytest.raises(hf.SaveFailedError, match="w: expected values that int32 can hold, found 1099511627776"):
-            manager.wait_until_finished()
-        assert manager.all_steps() == [1]
-
-
 @pytest.mark.parametrize(("value", "dtype", "message"), MISFITS.values(), ids=MISFITS)
 @pytest.mark.parametrize("template", [False, True])
 def test_restoring_values_that_do_not_fit(place: str, value: Any, dtype: Any, message: str, template: bool) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorstore as ts
+from tests.handlers.vocabulary import Vocabulary, VocabularyHandler, trees_with
 
 import holdfast as hf
 from holdfast.engine.distributed import ProcessInfo
@@ -77,26 +78,12 @@ def test_all_arguments_together(tmp_path: Path) -> None:
     assert stored_bytes(tmp_path / "one") < 50_000
 
 
-class Words(hf.type_handlers.TypeHandler):
-    """Text as a file."""
-
-    name = "words"
-
-    def serialize(self, values: Any, infos: Any, args: Any) -> None:
-        for value, info in zip(values, infos, strict=True):
-            (info.folder / "words").write_bytes(value.encode())
-
-    def deserialize(self, infos: Any, args: Any) -> list[Any]:
-        return [(info.folder / "words").read_bytes().decode() for info in infos]
-
-
 def test_several_processes_write_aggregates_and_leaves_of_handlers_once(place: str) -> None:
-    registry = hf.type_handlers.TypeHandlerRegistry({str: Words()})
-    handler = hf.PyTreeCheckpointHandler(type_handler_registry=registry, compression=1)
+    handler = trees_with(VocabularyHandler(), compression=1)
     tree: dict[str, Any] = {
         "w": np.arange(50_000),
         "small": np.arange(3),
-        "text": "hello",
+        "text": Vocabulary(["hello"]),
         "half": np.linspace(0, 1, 9),
     }
     save_args = {"small": hf.SaveArgs(aggregate=True), "half": hf.SaveArgs(dtype=np.float16)}
@@ -104,9 +91,9 @@ def test_several_processes_write_aggregates_and_leaves_of_handlers_once(place: s
     shares = [handler.prepare(tree, snapshot=True, save_args=save_args) for _ in range(3)]
     fragments = [share.write(folder, ProcessInfo(index, 3, "token")) for index, share in enumerate(shares)]
     files = shares[0].merge(folder, fragments)
-    assert {"aggregate.msgpack", "leaves/2/words", "tree.json"} <= set(files)
+    assert {"aggregate.msgpack", "leaves/2/0.txt", "tree.json"} <= set(files)
     found = handler.restore(folder, files=files)
     np.testing.assert_array_equal(found["w"], tree["w"])
     np.testing.assert_array_equal(found["small"], tree["small"])
-    assert found["text"] == "hello"
+    assert found["text"] == tree["text"]
     np.testing.assert_array_equal(found["half"], tree["half"].astype(np.float16))

@@ -5,57 +5,20 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.handlers.vocabulary import ParamInfo, Registry, Vocabulary, VocabularyHandler, trees_with
 
 import holdfast as hf
 from holdfast.engine.format import encode_document
 from holdfast.engine.handlers import DEFAULT_REGISTRY
 
-ParamInfo = hf.type_handlers.ParamInfo
-Registry = hf.type_handlers.TypeHandlerRegistry
-
-
-@dataclass
-class Vocabulary:
-    """A leaf that would be a container without its handler."""
-
-    words: list[str] = field(default_factory=list)
-
 
 class Rare(Vocabulary):
     pass
-
-
-class VocabularyHandler(hf.type_handlers.TypeHandler):
-    """Files in the folder of the leaf."""
-
-    name = "vocabulary"
-
-    def param_infos(self, values: Sequence[Any], names: Sequence[str]) -> list[ParamInfo]:
-        for value, name in zip(values, names, strict=True):
-            if not all(isinstance(word, str) for word in value.words):
-                raise hf.errors.UnsupportedLeafError(f"{name}: words are text")
-        facts = [{"count": len(value.words), "class": type(value).__name__} for value in values]
-        return [ParamInfo(name=name, facts=fact) for name, fact in zip(names, facts, strict=True)]
-
-    def serialize(self, values: Sequence[Any], infos: Sequence[ParamInfo], args: Sequence[hf.SaveArgs]) -> Any:
-        for value, info in zip(values, infos, strict=True):
-            assert info.folder is not None
-            for number, word in enumerate(value.words):
-                (info.folder / f"{number}.txt").write_bytes(word.encode())
-
-    def deserialize(self, infos: Sequence[ParamInfo], args: Sequence[hf.RestoreArgs]) -> Any:
-        found = []
-        for info, asked in zip(infos, args, strict=True):
-            assert info.folder is not None
-            words = [(info.folder / f"{number}.txt").read_bytes().decode() for number in range(info.facts["count"])]
-            found.append(words if asked.restore_type is not None else Vocabulary(words))
-        return found
 
 
 class Elsewhere(hf.type_handlers.TypeHandler):
@@ -75,11 +38,6 @@ class Elsewhere(hf.type_handlers.TypeHandler):
 
     def deserialize(self, infos: Sequence[ParamInfo], args: Sequence[hf.RestoreArgs]) -> Any:
         return [np.load(self.directory / info.facts["file"]) for info in infos]
-
-
-def trees_with(handler: hf.type_handlers.TypeHandler) -> hf.PyTreeCheckpointHandler:
-    """A handler of trees in which vocabularies are leaves."""
-    return hf.PyTreeCheckpointHandler(type_handler_registry=Registry({Vocabulary: handler}))
 
 
 WORDS = ["one", "two", "drei"]

@@ -1,4 +1,4 @@
-"""Ctrl-C in the middle of a call to save: the save happens or does not, nothing is lost, and no lock is kept."""
+"""Ctrl-C in the middle of a call to save, or no thread: it is saved or not, nothing is lost, and no lock is kept."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Interrupt:
             elif moment == "committed":
                 real(thread)
                 thread.join()
-            raise KeyboardInterrupt
+            raise RuntimeError("can't start new thread") if moment == "no thread" else KeyboardInterrupt
 
         self._patch.setattr(threading.Thread, "start", start)
 
@@ -68,7 +68,8 @@ def interrupt(monkeypatch: pytest.MonkeyPatch) -> Iterator[Interrupt]:
     found.ends()
 
 
-MOMENTS = {"never": False, "later": False, "writing": True, "committed": True}  # whether the step is saved
+# Whether the step is saved.
+MOMENTS = {"never": False, "no thread": False, "later": False, "writing": True, "committed": True}
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -79,7 +80,7 @@ def test_an_interrupt_while_a_thread_starts(moment: str, replaces: bool, tmp_pat
         commit(manager, 1, TREE)
         step = 1 if replaces else 2
         interrupt.at(moment)
-        with pytest.raises(KeyboardInterrupt) as kept:  # as a notebook keeps the last error
+        with pytest.raises((KeyboardInterrupt, RuntimeError)) as kept:  # as a notebook keeps the last error
             manager.save(step, NEW, force=replaces)
         interrupt.ends()
         manager.wait_until_finished()
@@ -88,6 +89,9 @@ def test_an_interrupt_while_a_thread_starts(moment: str, replaces: bool, tmp_pat
         expected = NEW if saved else TREE
         np.testing.assert_array_equal(hf.load(tmp_path)["weights"], expected["weights"])
         assert not list(tmp_path.glob("*/checkpoint.partial"))
+        if step not in steps:
+            with pytest.raises(hf.CheckpointNotFoundError):
+                manager.record_metrics(step, {"loss": 1})
         manager.save(step, TREE, force=True)
         manager.save(3, NEW)
     assert kept.value is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -81,13 +80,6 @@ def test_places_that_make_no_sense(make: Callable[[], Any], what: str) -> None:
 def test_periods_that_make_no_sense(given: dict[str, Any]) -> None:
     with pytest.raises(hf.errors.OptionError, match=next(iter(given), "steps= or secs=")):
         hf.Every(**given)
-
-
-def test_options_are_named_and_frozen() -> None:
-    with pytest.raises(TypeError):
-        hf.CheckpointManagerOptions(3)  # type: ignore[call-arg]
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        hf.CheckpointManagerOptions().max_to_keep = 3  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("duration", [900, 900.0, "15m", "900s", timedelta(minutes=15)], ids=str)
