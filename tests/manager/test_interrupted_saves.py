@@ -47,7 +47,7 @@ class Interrupt:
             elif moment == "committed":
                 real(thread)
                 thread.join()
-            raise RuntimeError("can't start new thread") if moment == "no thread" else KeyboardInterrupt
+            raise RuntimeError("can't start new thread") if moment == "no thread" else KeyboardInterrupt()
 
         self._patch.setattr(threading.Thread, "start", start)
 
