@@ -170,6 +170,26 @@ def test_metadata(tmp_path: Path) -> None:
             hf.CheckpointManager(tmp_path, metadata=facts).acquire()
 
 
+def test_metrics_that_come_later(tmp_path: Path) -> None:
+    with opened(tmp_path, max_to_keep=1, best_fn="loss", best_mode="min") as manager:
+        manager.save(1, tree(1))
+        manager.record_metrics(1, {"loss": np.float32(0.5)})  # while it is being saved, or right after
+        manager.wait_until_finished()
+        manager.record_metrics(1, {"accuracy": 0.25, "val": {"loss": float("nan")}})
+        assert manager.metrics(1) is not None
+        manager.save(2, tree(2), metrics={"loss": 0.75})
+        commit(manager, 3, tree(3), metrics={"loss": 0.9})
+        assert manager.all_steps() == [1, 3]
+        manager.record_metrics(3, {"loss": 0.1})
+        manager.wait_until_finished()
+        assert manager.all_steps() == [3], "a better one makes the old best go"
+        with pytest.raises(hf.CheckpointNotFoundError, match="no checkpoint of step 1; there are 3"):
+            manager.record_metrics(1, {"loss": 0.0})
+        with pytest.raises(hf.errors.OptionError, match="metric 'loss' is not a number but 'low'"):
+            manager.record_metrics(3, {"loss": "low"})
+    assert reading(tmp_path).metrics(3) == {"loss": 0.1}
+
+
 class Scores(NamedTuple):
     accuracy: float
     losses: Any
