@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.damage import flipped
 from tests.equality import assert_same
 
 import holdfast as hf
@@ -156,9 +157,7 @@ def test_damage_is_found_where_it_is_read(layout: str, place: str, stored: Calla
     """A chunk of the last row is damaged: boxes that do not need it are read."""
     hf.save(place, {"w": values()}, layout=hf.Layout(chunk_bytes=4096, segment_bytes=16384))
     files = stored(place)
-    content = bytearray(files.read()["state/d/0"])
-    content[-100] ^= 1
-    files.write("state/d/0", bytes(content))
+    files.write("state/d/0", flipped(files.read()["state/d/0"], -100))
     reader = reader_of(place)
     [[first]] = reader.read_boxes(reader.leaves, [[Box((0, 0), (4, COLUMNS))]])
     np.testing.assert_array_equal(first, values()[:4])

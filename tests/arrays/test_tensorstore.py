@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tensorstore as ts
+from tests.damage import flipped
 from tests.dtypes import ZARR_BUILT_IN, ZARR_EXTENDED
 from tests.equality import assert_same
 
@@ -98,8 +99,7 @@ def test_every_standard_dtype_both_ways(name: str, place: str) -> None:
 def test_tensorstore_finds_a_flipped_bit(place: str, stored: Callable[[str], Any]) -> None:
     hf.save(place, {"w": np.arange(3000.0)}, layout=SMALL)
     files = stored(place)
-    content = files.read()["state/d/0"]
-    files.write("state/d/0", content[:9] + bytes([content[9] ^ 1]) + content[10:])
+    files.write("state/d/0", flipped(files.read()["state/d/0"], 9))
     with pytest.raises(ValueError, match="mismatch"):
         read(f"{place}/state", "w")
 

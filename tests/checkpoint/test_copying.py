@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from tests.checkpoint.kinds import Components
 from tests.clocks import Waiting
+from tests.damage import flipped
 from tests.earlier_versions.programs import __file__ as earlier
 from tests.equality import assert_same
 from tests.fixtures import StoredFiles
@@ -86,6 +87,11 @@ def contents(place: str, stored: Files) -> dict[str, bytes]:
     }
 
 
+def assert_whole(copy: str, original: str, stored: Files) -> None:
+    assert contents(copy, stored) == contents(original, stored)
+    assert hf.verify(copy).ok
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_copy_has_the_same_files_wherever_it_goes(tmp_path: Path, place: str, stored: Files, kind: str) -> None:
     original, there, back = f"{tmp_path}/original", f"{place}/there", f"{tmp_path}/back"
@@ -93,8 +99,7 @@ def test_a_copy_has_the_same_files_wherever_it_goes(tmp_path: Path, place: str, 
     (first,) = hf.copy_checkpoint(original, there)
     (second,) = hf.copy_checkpoint(there, back)
     for copy in (there, back):
-        assert contents(copy, stored) == contents(original, stored)
-        assert hf.verify(copy).ok
+        assert_whole(copy, original, stored)
         assert read_record(as_location(copy)).fingerprint == read_record(as_location(original)).fingerprint
     assert first.sent == first.bytes == second.sent == read_record(as_location(original)).nbytes
     assert not list(Path(back).glob("checkpoint.partial"))
@@ -137,9 +142,7 @@ def test_a_damaged_byte_anywhere_is_refused(tmp_path: Path, place: str, stored: 
     large = max(whole, key=lambda path: len(whole[path]))
     damaged: list[tuple[str, bytes | None]] = []
     for path, position in [(path, 0) for path in whole] + [(large, at) for at in (20_000, 16_384, 16_387, 300_001)]:
-        content = bytearray(whole[path])
-        content[position] ^= 4
-        damaged.append((path, bytes(content)))
+        damaged.append((path, flipped(whole[path], position)))
     for path in set(whole) - {"checkpoint.json"}:
         damaged += [(path, whole[path][:-1]), (path, None)]
         if not remote:  # of an object, only the bytes that were saved are read
@@ -207,8 +210,7 @@ def test_a_copy_goes_on_where_it_was_interrupted(tmp_path: Path, target: Locatio
         copy(original, target, transfer=transfer)
         sent.append(transfer.sent)
         assert transfer.done == record.nbytes
-        assert hf.verify(target.url).ok
-        assert contents(target.url, stored) == contents(original, stored)
+        assert_whole(target.url, original, stored)
         target.remove_tree()
     assert sent[0] == record.nbytes
     assert not target.is_local or sent == sorted(sent, reverse=True)  # uploads overtake each other
@@ -225,7 +227,7 @@ def test_a_file_that_was_torn_is_sent_again(tmp_path: Path, stored: Files) -> No
     transfer = Transfer()
     copy(original, target, transfer=transfer)
     assert transfer.sent == torn.stat().st_size
-    assert contents(target.url, stored) == contents(original, stored)
+    assert_whole(target.url, original, stored)
 
 
 @pytest.mark.parametrize("how", ["copied", "saved"])
@@ -262,7 +264,7 @@ def test_killed_in_the_middle_of_a_copy(tmp_path: Path, stored: Files) -> None:
         hf.load(target)
     (report,) = hf.copy_checkpoint(original, target)
     assert 0 < report.sent < report.bytes - (1 << 20)
-    assert contents(target, stored) == contents(original, stored)
+    assert_whole(target, original, stored)
 
 
 # ---- whole runs

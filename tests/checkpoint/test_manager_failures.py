@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.checkpoint.disk import Fault
+from tests.manager.runs import commit
 
 import holdfast as hf
 
@@ -34,8 +35,7 @@ def check_whole(manager: hf.CheckpointManager, steps: list[int]) -> None:
 def failing(root: Path, fault: Fault) -> Iterator[hf.CheckpointManager]:
     """A manager that has lost step 2 in the background, and does not know yet."""
     manager = hf.CheckpointManager(root / "run")
-    manager.save(1, tree(1))
-    manager.wait_until_finished()
+    commit(manager, 1, tree(1))
     fault.start(errno.ENOSPC, ("posix_fallocate", "pwrite"))
     manager.save(2, tree(2))
     manager._background.join()
@@ -94,19 +94,15 @@ def test_a_save_in_the_foreground_fails_at_once(root: Path, fault: Fault) -> Non
 
 def test_a_deletion_that_fails_is_tried_again(root: Path, fault: Fault, caplog: pytest.LogCaptureFixture) -> None:
     with hf.CheckpointManager(root / "run", options=hf.CheckpointManagerOptions(max_to_keep=1)) as manager:
-        manager.save(1, tree(1))
-        manager.wait_until_finished()
+        commit(manager, 1, tree(1))
         fault.start(errno.EACCES, ("rename",))
-        manager.save(2, tree(2))
-        manager.wait_until_finished()
+        commit(manager, 2, tree(2))
         fault.stop()
         assert "step 1 could not be deleted" in caplog.text
         check_whole(manager, [1, 2])
-        manager.save(3, tree(3))
-        manager.wait_until_finished()
+        commit(manager, 3, tree(3))
         check_whole(manager, [3])
-        manager.save(4, tree(4))
-        manager.wait_until_finished()
+        commit(manager, 4, tree(4))
         fault.start(errno.EACCES, ("unlink", "rmdir"))
         manager.delete(4)
         fault.stop()
@@ -125,8 +121,7 @@ def test_a_directory_that_cannot_be_taken_yet(root: Path, fault: Fault, call: st
         with pytest.raises(hf.errors.StorageFullError):
             manager.acquire()
         fault.stop()
-        manager.save(1, tree(1))
-        manager.wait_until_finished()
+        commit(manager, 1, tree(1))
         check_whole(manager, [1])
 
 
@@ -143,8 +138,7 @@ def test_an_unfinished_step_that_cannot_be_removed_is_moved_aside(
         with pytest.raises(hf.errors.SaveFailedError):
             manager.wait_until_finished()
         fault.stop()
-        manager.save(2, tree(2))
-        manager.wait_until_finished()
+        commit(manager, 2, tree(2))
         assert not (run / "5").exists()
         assert (run / "5.unreadable" / "half").exists()
         assert "5: not swept, but moved to 5.unreadable: cannot remove" in caplog.text

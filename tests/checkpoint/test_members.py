@@ -17,7 +17,7 @@ import pytest
 from tests.clocks import FakeClock
 from tests.equality import assert_same
 from tests.events import heard
-from tests.manager.runs import saved
+from tests.manager.runs import commit, saved
 from tests.processes.threads import together, unwrap
 
 import holdfast as hf
@@ -50,11 +50,6 @@ def played(count: int, path: Path, work: Callable[[hf.CheckpointManager, int], A
 
 def steps_of(path: Path) -> list[int]:
     return [found.step for found in hf.list_checkpoints(path)]
-
-
-def save_and_wait(several: hf.CheckpointManager, step: int, item: Any) -> None:
-    several.save(step, item)
-    several.wait_until_finished()
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
@@ -113,7 +108,7 @@ def test_what_process_0_sends_does_not_grow_with_the_number_of_processes(tmp_pat
             with hf.CheckpointManager(directory, handlers, coordinator=watching) as several:
                 several.acquire()
                 watching.sent.clear()
-                save_and_wait(several, 1, {"state": tree(), "own": {"position": coordinator.process_index}})
+                commit(several, 1, {"state": tree(), "own": {"position": coordinator.process_index}})
                 return sum(watching.sent.values())
 
         return int(unwrap(together(count, run))[0])
@@ -178,7 +173,7 @@ def test_a_fragment_that_process_0_cannot_read(tmp_path: Path, change: Callable[
             coordinator = Disturbing(coordinator, tmp_path, "gather/written", act)
         saves = hf.Checkpointer(hf.PyTreeCheckpointHandler(chunk_bytes=4096))
         with hf.CheckpointManager(tmp_path, saves, coordinator=coordinator) as several:
-            save_and_wait(several, 1, large())
+            commit(several, 1, large())
 
     first, second = together(2, run)
     assert isinstance(first, hf.DamagedCheckpointError)
@@ -217,7 +212,7 @@ def save_items(path: Path, coordinator: Coordinator) -> None:
         del items["own"]
     options = hf.CheckpointManagerOptions(barrier_timeout_secs=10)
     several = hf.CheckpointManager(path, items, options=options, coordinator=coordinator)
-    save_and_wait(several, 1, {name: tree(1) for name in items})
+    commit(several, 1, {name: tree(1) for name in items})
 
 
 SAVES: dict[str, tuple[Callable[[Path, Coordinator], object], Any, str]] = {
@@ -227,13 +222,13 @@ SAVES: dict[str, tuple[Callable[[Path, Coordinator], object], Any, str]] = {
         "process 1 saves to {place}, and process 0 to",
     ),
     "steps": (
-        lambda path, one: save_and_wait(manager(path, one), one.process_index, tree(5)),
+        lambda path, one: commit(manager(path, one), one.process_index, tree(5)),
         hf.SaveFailedError,
         "process 1 saves to {place}",
     ),
     "items": (save_items, hf.HoldfastError, "process 1 saves the items ['state']"),
     "shapes": (
-        lambda path, one: save_and_wait(
+        lambda path, one: commit(
             manager(path, one), 1, {"same": np.zeros(2), "other": np.zeros(4 - one.process_index)}
         ),
         hf.SaveFailedError,
@@ -303,6 +298,12 @@ def test_plain_values_that_differ_are_refused(tmp_path: Path, mine: Any, theirs:
     assert steps_of(tmp_path) == [1, 3]
 
 
+def refused(call: Callable[[], object]) -> str:
+    with pytest.raises(hf.errors.StateError) as caught:
+        call()
+    return str(caught.value)
+
+
 @pytest.mark.parametrize(
     "option",
     [
@@ -315,10 +316,7 @@ def test_plain_values_that_differ_are_refused(tmp_path: Path, mine: Any, theirs:
 def test_options_that_differ_are_told_at_the_start(tmp_path: Path, option: dict[str, Any]) -> None:
     def run(coordinator: Coordinator) -> str:
         own = option if coordinator.process_index == 1 else {}
-        several = manager(tmp_path, coordinator, **{"save_interval_steps": 2, **own})
-        with pytest.raises(hf.errors.StateError) as caught:
-            several.acquire()
-        return str(caught.value)
+        return refused(manager(tmp_path, coordinator, **{"save_interval_steps": 2, **own}).acquire)
 
     for text in unwrap(together(2, run)):
         assert f"\n  {next(iter(option))}: process 0 has" in text
@@ -331,9 +329,7 @@ def test_directories_that_differ_are_told_at_the_start(tmp_path: Path, call: str
 
     def run(coordinator: Coordinator) -> str:
         several = manager(tmp_path / f"12-00-0{coordinator.process_index // 2}", coordinator)
-        with pytest.raises(hf.errors.StateError) as caught:
-            getattr(several, call)()
-        return str(caught.value)
+        return refused(getattr(several, call))
 
     for text in unwrap(together(3, run)):
         assert text.endswith("/12-00-00', and process 2 has " + repr(hf.storage.as_location(tmp_path / "12-00-01").url))
@@ -344,8 +340,8 @@ def test_a_leaf_that_one_process_cannot_save(tmp_path: Path) -> None:
     def run(several: hf.CheckpointManager, process: int) -> Any:
         several.save(1, tree(1))
         with pytest.raises(hf.HoldfastError) as caught:
-            save_and_wait(several, 2, {**tree(2), "bad": object() if process == 1 else 1})
-        save_and_wait(several, 3, tree(3))
+            commit(several, 2, {**tree(2), "bad": object() if process == 1 else 1})
+        commit(several, 3, tree(3))
         return caught.value, several.all_steps()
 
     results = played(3, tmp_path, run)
@@ -362,7 +358,7 @@ def test_a_process_that_does_not_come(tmp_path: Path) -> None:
     """The save fails after the timeout; the next one does not wait for that process again."""
 
     def run(several: hf.CheckpointManager, process: int) -> Any:
-        save_and_wait(several, 1, tree(1))
+        commit(several, 1, tree(1))
         if process == 2:
             return None
         several.save(2, tree(2))
@@ -493,7 +489,7 @@ def test_the_store_does_not_fill_up(tmp_path: Path) -> None:
         with manager(tmp_path, coordinator, max_to_keep=1) as several:
             sizes = []
             for step in range(12):
-                save_and_wait(several, step, {"x": np.zeros(3)})
+                commit(several, step, {"x": np.zeros(3)})
                 sizes.append(len(coordinator.keys()))
             return sizes
 
@@ -509,7 +505,7 @@ def test_each_process_shares_its_own_files(tmp_path: Path) -> None:
     def run(several: hf.CheckpointManager, process: int) -> list[int]:
         events = heard(several)
         for step in range(6):
-            save_and_wait(several, step, {"frozen": frozen, "adapter": np.full(1000, step)})
+            commit(several, step, {"frozen": frozen, "adapter": np.full(1000, step)})
         return [event["shared_bytes"] for event in events]
 
     results = played(2, tmp_path, run, max_to_keep=4)

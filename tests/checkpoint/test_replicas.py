@@ -29,6 +29,10 @@ def tree() -> dict[str, Any]:
     }
 
 
+def check(mine: Any, coordinator: Coordinator) -> None:
+    hf.processes.check_replicas(mine, coordinator=coordinator, timeout_secs=10)
+
+
 def checked(count: int, change: Change) -> list[Any]:
     """What the check says to each process if process 1 has another tree."""
 
@@ -36,7 +40,7 @@ def checked(count: int, change: Change) -> list[Any]:
         mine = tree()
         if coordinator.process_index == 1:
             change(mine)
-        hf.processes.check_replicas(mine, coordinator=coordinator, timeout_secs=10)
+        check(mine, coordinator)
 
     return together(count, run)
 
@@ -85,24 +89,21 @@ def test_parts_are_compared_among_those_who_hold_them(monkeypatch: pytest.Monkey
         pieces = [Piece((low, 0), mine[low:high]) for low, high in rows]
         return [ArrayLeaf(values.dtype, (10, 3), pieces, True, {"kind": "numpy"}, parts)]
 
-    def check(coordinator: Coordinator) -> tuple[str, ...]:
+    def differences(coordinator: Coordinator) -> tuple[str, ...]:
         try:
-            hf.processes.check_replicas({"w": coordinator.process_index}, coordinator=coordinator, timeout_secs=10)
+            check({"w": coordinator.process_index}, coordinator)
         except hf.TreeMismatchError as error:
             return error.differences
         return ()
 
     monkeypatch.setattr(replicas, "describe", describe)
     expected = () if altered is None else ("w: process 2 has other values than process 3",)
-    assert together(4, check) == [expected] * 4
+    assert together(4, differences) == [expected] * 4
 
 
 def test_many_differences_are_cut_short() -> None:
-    def run(coordinator: Coordinator) -> None:
-        mine = {f"leaf{number:03}": coordinator.process_index for number in range(50)}
-        hf.processes.check_replicas(mine, coordinator=coordinator, timeout_secs=10)
-
-    [first, *_] = together(12, run)
+    leaves = [f"leaf{number:03}" for number in range(50)]
+    [first, *_] = together(12, lambda one: check(dict.fromkeys(leaves, one.process_index), one))
     assert len(first.differences) == 21
     assert (
         first.differences[0] == "leaf000: process 0 has other values than processes 1, 2, 3, 4, 5, 6, 7, 8 and 3 more"
