@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.damage import flipped
 from tests.equality import assert_same
 
 import holdfast as hf
@@ -47,7 +48,7 @@ def damage(place: str, stored: Any, number: int) -> None:
     files = stored(place)
     content = files.read()["state/d/0"]
     at = content.index(np.full(64, number, np.float32).tobytes()) + 1000
-    files.write("state/d/0", content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+    files.write("state/d/0", flipped(content, at))
 
 
 PATHS = {"layers/0/w": 1, "layers/1/w": 2, "head/0": 3, "head/1": 4}

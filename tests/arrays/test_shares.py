@@ -16,6 +16,7 @@ import pytest
 import tensorstore as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.damage import flipped
 from tests.equality import assert_same
 from tests.fixtures import StoredFiles
 
@@ -190,8 +191,7 @@ def test_altered_fragments(place: str, shares: Any) -> None:
     writer, (zero, one, two) = shares
     assert len(one) < 12 * len(Fragment.decode(one, 1).chunks) + 600
     cuts = [one[:length] for length in (0, 3, 11, 12, 40, len(one) - 5, len(one) - 1)]
-    flips = [one[:at] + bytes([one[at] ^ 4]) + one[at + 1 :] for at in range(0, len(one), 7)]
-    for changed in (*cuts, *flips, one + b"\0"):
+    for changed in (*cuts, *(flipped(one, at) for at in range(0, len(one), 7)), one + b"\0"):
         assert "fragment of process 1 is damaged" in merge_error(place, writer, [zero, changed, two])
 
 
@@ -226,7 +226,6 @@ def other(**changes: Any) -> Callable[[bytes, bytes, bytes], list[bytes]]:
 
 
 DIFFERENT = r"process 2 saves a different tree from process 0[^\n]*\n.*"
-# What process 0 is given, made of the fragments of three processes, and what it says.
 # What process 0 is given, made of the fragments of three processes, and what it says.
 FORGERIES: dict[str, tuple[Callable[[bytes, bytes, bytes], list[bytes]], str]] = {
     "another process": (

@@ -112,7 +112,6 @@ PAIRS: dict[str, tuple[Any, Any, Any]] = {
 }
 
 
-# Saved value, template, result or DIFFER.
 EXACT = np.linspace(0, 1, 7, dtype=np.float32)
 # The same for ``cast=True``; without it, none of these templates fits.
 CASTS: dict[str, tuple[Any, Any, Any]] = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import tempfile
 from collections.abc import Iterator
@@ -36,6 +38,16 @@ def disk(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
 def fault(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fault]:
     with monkeypatch.context() as patch:
         yield Fault(root, patch)
+
+
+@pytest.fixture
+def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes the locks from a disk, as some file systems have none."""
+
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
 
 
 @pytest.fixture

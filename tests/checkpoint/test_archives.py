@@ -7,13 +7,13 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.archives import make_archives, read_record
+from tests.damage import flipped
 from tests.equality import assert_same
 from tests.processes.threads import together, unwrap
 
@@ -183,11 +183,6 @@ def test_a_reader_holds_the_zip_file_of_one_item(tmp_path: Path) -> None:
     assert sum(isinstance(one, FolderInMemory) for one in gc.get_objects()) == len(before) + 1
 
 
-def flipped(tenths: int, content: bytes) -> bytes:
-    place = tenths * (len(content) - 1) // 10
-    return content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :]
-
-
 DAMAGE: dict[str, Callable[[bytes], bytes | None]] = {
     "missing": lambda content: None,
     "cut": lambda content: content[:-5],
@@ -195,7 +190,10 @@ DAMAGE: dict[str, Callable[[bytes], bytes | None]] = {
     "empty": lambda content: b"",
     "the first byte": lambda content: b"x" + content[1:],
     "another, whole one": lambda content: encode_archive({"tree.json": b"{}"}),
-    **{f"a bit at {tenths}/10": partial(flipped, tenths) for tenths in range(11)},
+    **{
+        f"a bit at {tenths}/10": lambda content, tenths=tenths: flipped(content, tenths * (len(content) - 1) // 10)
+        for tenths in range(11)
+    },
 }
 
 
@@ -312,7 +310,7 @@ def test_damage_is_found_by_the_process_whose_share_it_is(tmp_path: Path) -> Non
     whole = pack.read_bytes()
     hit = set()
     for place in range(0, len(whole), 61):
-        pack.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+        pack.write_bytes(flipped(whole, place))
         found = restored(tmp_path / "run", 3)
         failed = {process for process, one in enumerate(found) if isinstance(one, hf.DamagedCheckpointError)}
         assert len(failed) <= 1, "the headers of the zip file belong to no share"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import itertools
 import os
 import uuid
@@ -44,13 +43,8 @@ def on_disk(tmp_path: Path) -> hf.storage.Location:
 
 
 @pytest.fixture
-def unlocked(place: hf.storage.Location, monkeypatch: pytest.MonkeyPatch) -> hf.storage.Location:
+def unlocked(place: hf.storage.Location, no_locks: None) -> hf.storage.Location:
     """A place without locks: an object store, or a file system that has none."""
-
-    def flock(descriptor: int, operation: int) -> None:
-        raise OSError(errno.ENOLCK, "no locks available")
-
-    monkeypatch.setattr(fcntl, "flock", flock)
     return place
 
 

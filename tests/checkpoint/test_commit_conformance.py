@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import itertools
 import os
 import random
@@ -316,16 +315,12 @@ def _conflict_of(kind: Kind, place: str, edition: int) -> str | None:
     return None if error is None else str(error)
 
 
+@pytest.mark.usefixtures("no_locks")
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_overtaken_around_the_record(
     kind: Kind, store: str, moment: str, old: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without locks, another save may begin around the record: it sweeps the data before, and the old data after."""
-
-    def flock(descriptor: int, operation: int) -> None:
-        raise OSError(errno.ENOLCK, "no locks available")
-
-    monkeypatch.setattr(fcntl, "flock", flock)
     place = f"{store}/place"
     root = hf.storage.as_location(kind.path(place))
     if old:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.checkpoint.kinds import TextFiles
+from tests.damage import flipped
 from tests.equality import assert_same
 from tests.manager.runs import reading, saved
 
@@ -26,11 +27,6 @@ TREE: dict[str, Any] = {
 }
 CHUNKED = {"w": np.random.default_rng(0).integers(0, 255, (5, 3000), np.uint8), "v": np.arange(3000.0)}
 SMALL = hf.Layout(chunk_bytes=4096, segment_bytes=8192, data_file_bytes=20_000)
-
-
-def flipped(content: bytes, position: int, bit: int | None = None) -> bytes:
-    bit = position % 8 if bit is None else bit
-    return content[:position] + bytes([content[position] ^ 1 << bit]) + content[position + 1 :]
 
 
 def check(place: str, expected: Any) -> bool:
@@ -81,7 +77,7 @@ def test_flipped_bits_in_arrays_of_many_chunks(local: bool, place: str, tmp_path
     contents = files.read()
     for path, content in contents.items():
         for position in random.integers(0, len(content), 12 if local else 60).tolist():
-            files.write(path, flipped(content, position))
+            files.write(path, flipped(content, position, position % 8))
             check(place, CHUNKED)
         files.write(path, content)
     files.write("state/d/0", flipped(contents["state/d/0"], 4200))
@@ -154,7 +150,7 @@ def test_resuming_goes_back_to_the_step_before(run: str, stored: Any, short: Any
     for path, content in files.read().items():
         back = 0
         for position in range(0, len(content), stride):
-            files.write(path, flipped(content, position))
+            files.write(path, flipped(content, position, position % 8))
             back += restore(run) == 1
         assert back > len(content) // stride * (0.2 if short(path) == "state/d/0" else 0.9)
         caplog.clear()
@@ -178,7 +174,7 @@ def test_json_items(place: str, stored: Any) -> None:
     files, path = stored(place), next(path for path in stored(place).read() if path.endswith("data.json"))
     content = files.read()[path]
     for position in range(len(content)):
-        files.write(path, flipped(content, position))
+        files.write(path, flipped(content, position, position % 8))
         assert check(place, value) or position == len(content) - 1
     files.write(path, content.replace(b"0.1", b"0.2"))
     with pytest.raises(hf.DamagedCheckpointError, match=r"data\.json"):

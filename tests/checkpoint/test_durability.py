@@ -21,6 +21,7 @@ import pytest
 from tests.checkpoint.disk import Crash, Disk
 from tests.checkpoint.kinds import TextFiles
 from tests.equality import assert_same
+from tests.manager.runs import commit
 
 import holdfast as hf
 from holdfast.engine.arrays import reuse
@@ -39,8 +40,7 @@ def test_order_of_one_save_and_of_its_deletion(disk: Disk) -> None:
     told: list[int] = []
     with hf.CheckpointManager(run) as manager:
         manager.events.add_listener(lambda event: told.append(len(disk.calls)) if event["event"] == "saved" else None)
-        manager.save(7, tree(7))
-        manager.wait_until_finished()
+        commit(manager, 7, tree(7))
         calls = list(disk.calls)
         disk.calls.clear()
         manager.delete(7)
@@ -135,11 +135,8 @@ State = dict[int, int]  # the edition of every step that is there
 
 
 def save(step: int, edition: int = 0) -> Callable[[hf.CheckpointManager], object]:
-    def run(manager: hf.CheckpointManager) -> None:
-        manager.save(step, tree(step, edition), metrics={"loss": step}, force=edition > 0)
-        manager.wait_until_finished()
-
-    return run
+    saved = tree(step, edition)
+    return lambda manager: commit(manager, step, saved, metrics={"loss": step}, force=edition > 0)
 
 
 # What a run does, each with the states that may be found after it was cut off in it, the last if not.

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.format.ocdbt_entries import encode_entries
-from tests.manager.runs import reading, saved
+from tests.manager.runs import commit, reading, saved
 
 import holdfast as hf
 from holdfast.engine.format import (
@@ -177,8 +177,7 @@ def test_nothing_outside_is_deleted_or_written(tmp_path: Path, stored: Any) -> N
     stored(str(place / "3")).edit(state(folder="../../outside"))
     with hf.CheckpointManager(place, options=hf.CheckpointManagerOptions(max_to_keep=2)) as manager:
         assert manager.all_steps() == [1, 2]
-        manager.save(4, TREE)
-        manager.wait_until_finished()
+        commit(manager, 4, TREE)
         manager.save(3, TREE, force=True)
     assert [file.read_bytes() for file in precious] == [b"precious"] * 2
     assert not (place / "7").exists()
@@ -204,7 +203,6 @@ def nested(depth: int) -> Any:
     return inner
 
 
-W = {"kind": "numpy"}
 W = {"kind": "numpy"}
 # What the document says of a leaf w, which is an array of six numbers, and of a leaf x, which the index lacks.
 ARRAYS: dict[str, Any] = {

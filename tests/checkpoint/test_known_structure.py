@@ -188,9 +188,7 @@ class Compared(Saves):
 
 
 # Changes of elements and of Python values: what is stored stays the same in all else.
-SAME = {
-    *("nothing", "other data", "another number", "of inference mode", "an array of another order", "read only"),
-}
+SAME = {"nothing", "other data", "another number", "of inference mode", "an array of another order", "read only"}
 
 
 @pytest.mark.one_in(2)

@@ -130,7 +130,6 @@ def test_what_is_not_promised_is_said_once(tmp_path: pathlib.Path, caplog: pytes
     ("text", "message"),
     [
         ("what://x", "unknown scheme, 'what': expected a path"),
-        ("http://host/x", "unknown scheme, 'http'"),
         ("simplecache://x", "unknown scheme"),
         ("zip://x", "unknown scheme"),
         ("no_library://x", "unknown scheme, 'no_library'"),
