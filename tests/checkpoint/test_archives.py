@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,10 @@ def test_a_reader_holds_the_zip_file_of_one_item(tmp_path: Path) -> None:
     assert sum(isinstance(one, FolderInMemory) for one in gc.get_objects()) == len(before) + 1
 
 
+def flipped_at(tenths: int, content: bytes) -> bytes:
+    return flipped(content, tenths * (len(content) - 1) // 10)
+
+
 DAMAGE: dict[str, Callable[[bytes], bytes | None]] = {
     "missing": lambda content: None,
     "cut": lambda content: content[:-5],
@@ -190,10 +195,7 @@ DAMAGE: dict[str, Callable[[bytes], bytes | None]] = {
     "empty": lambda content: b"",
     "the first byte": lambda content: b"x" + content[1:],
     "another, whole one": lambda content: encode_archive({"tree.json": b"{}"}),
-    **{
-        f"a bit at {tenths}/10": lambda content, tenths=tenths: flipped(content, tenths * (len(content) - 1) // 10)
-        for tenths in range(11)
-    },
+    **{f"a bit at {tenths}/10": partial(flipped_at, tenths) for tenths in range(11)},
 }
 
 
