@@ -11,6 +11,7 @@ import functools
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -22,6 +23,7 @@ import pytest
 from flax import nnx
 from flax.training import train_state
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tests import starts
 from tests.integrations.states import bits
 from tests.versions import nnx_list, nnx_update
 
@@ -29,6 +31,7 @@ import holdfast as hf
 
 pytestmark = [pytest.mark.usefixtures("default_sigterm"), pytest.mark.xdist_group("programs")]
 
+ROOT = Path(__file__).resolve().parents[2]
 STEPS, EVERY = 8, 3
 VOCABULARY, LENGTH, BATCH = 11, 5, 4
 DEVICES = 2
@@ -196,10 +199,38 @@ def lm1b(directory: str, interrupt: Interrupt = never) -> Any:
 PROGRAMS: dict[str, Callable[[str, Interrupt], Any]] = {"gemma": gemma, "lm1b": lm1b}
 
 
+def train_until_killed(directory: str, kill: int, programs: tuple[str, ...] = tuple(PROGRAMS)) -> None:
+    """Runs the programs, each in this step of the loop of the one before, and kills the process in the last loop."""
+    program, *others = programs
+
+    def interrupt(step: int, checkpoint: hf.CheckpointCallback) -> None:
+        if step == kill:
+            checkpoint.manager.wait_until_finished()  # so that the test knows the last step
+            if not others:
+                os.kill(os.getpid(), signal.SIGKILL)
+            train_until_killed(directory, kill, tuple(others))
+
+    PROGRAMS[program](f"{directory}/{program}", interrupt)
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, bytes]]:
     """The ends of the programs that nothing interrupts."""
     return {name: bits(train(str(tmp_path_factory.mktemp(name)), never)) for name, train in PROGRAMS.items()}
+
+
+def test_programs_that_are_killed_and_started_again_end_with_the_same_bits(
+    tmp_path: Path, whole: dict[str, dict[str, bytes]], every: bool
+) -> None:
+    for kill in (1, 4, 7) if every else (4,):  # before the first save, and after each save
+        command = f"from {__name__} import train_until_killed; train_until_killed({str(tmp_path)!r}, {kill})"
+        died = starts.run("-c", command, cwd=ROOT, backend="jax")
+        assert died.returncode == -signal.SIGKILL, died.stderr
+    for name, train in PROGRAMS.items():
+        run = str(tmp_path / name)
+        assert hf.list_checkpoints(run)[-1].step == (6 if every else 3), name
+        assert bits(train(run, never)) == whole[name], name
+        assert hf.verify(run).ok, name
 
 
 class InterruptedProgramError(Exception):
