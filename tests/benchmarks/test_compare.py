@@ -23,15 +23,6 @@ def only(contenders: list[str]) -> list[str]:
     return [argument for name in contenders for argument in ("--only", name)]
 
 
-def compare(contenders: list[str], directory: Path, *arguments: str) -> str:
-    """Runs the command in processes of its own; returns what it prints, with a row for each contender."""
-    command = [sys.executable, "-m", "benchmarks.compare", *TINY, *only(contenders), "--directory", str(directory)]
-    finished = subprocess.run([*command, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert finished.returncode == 0, finished.stderr
-    check_rows(contenders, finished.stdout)
-    return finished.stdout
-
-
 def check_rows(contenders: list[str], printed: str) -> None:
     for contender in contenders:
         assert any(line.startswith(f"{contender}  ") for line in printed.splitlines()), printed
@@ -53,10 +44,6 @@ def test_tiny_run_in_one_process(
     contenders = ["raw disk", "holdfast (torch)"]
     assert main([*TINY, *only(contenders), "--directory", str(tmp_path), "--json", str(tmp_path / "all.json")]) == 0
     check_rows(contenders, capsys.readouterr().out)
-    check_values(tmp_path)
-
-
-def check_values(tmp_path: Path) -> None:
     values = json.loads((tmp_path / "all.json").read_text())["workloads"]["tiny"]["values"]
     names = ["save_seconds", "blocked_seconds", "memcpy_seconds", "load_numpy_seconds", "load_native_seconds"]
     assert values["holdfast (torch)"].keys() >= {*names, "disk_bytes"}
@@ -72,7 +59,11 @@ def check_values(tmp_path: Path) -> None:
     ],
 )
 def test_tiny_run_of_two_processes(contenders: list[str], tmp_path: Path) -> None:
-    assert "sharded over 2 processes" in compare(contenders, tmp_path, "--processes", "2")
+    command = [sys.executable, "-m", "benchmarks.compare", *TINY, *only(contenders), "--directory", str(tmp_path)]
+    finished = subprocess.run([*command, "--processes", "2"], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert finished.returncode == 0, finished.stderr
+    check_rows(contenders, finished.stdout)
+    assert "sharded over 2 processes" in finished.stdout
 
 
 def test_check_fails_when_nothing_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

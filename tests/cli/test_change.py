@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.cli.commands import Cli, cut_short, said_by
+from tests.manager.runs import opened, saved
 
 import holdfast as hf
 from holdfast.cli.main import main
@@ -26,25 +27,26 @@ LOSSES = (3.0, 1.0, 2.0, 5.0, 4.0, 6.0)
 
 def train(run: Path, **options: Any) -> Path:
     """Makes a run with steps 0 to 5, each with its loss."""
-    with hf.CheckpointManager(run, options=hf.CheckpointManagerOptions(**options)) as manager:
-        for step, loss in enumerate(LOSSES):
-            manager.save(step, {"w": np.full(8, step)}, metrics={"loss": loss})
+    saved(run, *range(6), items=weights, metrics=lambda step: {"loss": LOSSES[step]}, **options)
     return run
 
 
+def weights(step: int) -> dict[str, Any]:
+    return {"w": np.full(8, step)}
+
+
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(tmp_path_factory.mktemp("saved") / "run", keep_period=2)
 
 
 @pytest.fixture
-def run(saved: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(saved, tmp_path / "run"))
+def run(trained: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(trained, tmp_path / "run"))
 
 
 def steps(run: Path, prefix: str | None = None) -> list[int]:
-    options = hf.CheckpointManagerOptions(read_only=True, step_prefix=prefix)
-    return hf.CheckpointManager(run, options=options).all_steps()
+    return opened(run, read_only=True, step_prefix=prefix).all_steps()
 
 
 @pytest.mark.parametrize(
@@ -137,8 +139,7 @@ def test_rollback(cli: Cli, run: Path) -> None:
     said = cli.output("rollback", run, 3, "--yes")
     assert said.splitlines()[0] == "keep 3: the run resumes from it"
     assert steps(run) == [0, 1, 2, 3]
-    with hf.CheckpointManager(run) as manager:
-        assert manager.restore()["w"][0] == 3
+    assert opened(run).restore()["w"][0] == 3
 
 
 @pytest.fixture
@@ -146,14 +147,9 @@ def mirrored(tmp_path: Path) -> tuple[Path, Path]:
     """Makes a run with steps 1 to 4, of which the mirror has all."""
     run, mirror = tmp_path / "mirrored", tmp_path / "bucket"
     for step in (1, 2, 3, 4):
-        with resumed(run, mirror) as manager:
-            manager.save(step, {"w": np.full(8, step)})
+        saved(run, step, items=weights, mirror=str(mirror))
     assert steps(mirror) == [1, 2, 3, 4]
     return run, mirror
-
-
-def resumed(run: Path, mirror: Path) -> hf.CheckpointManager:
-    return hf.CheckpointManager(run, options=hf.CheckpointManagerOptions(mirror=str(mirror)))
 
 
 @pytest.mark.parametrize(("command", "gone_here"), [("rollback 2", False), ("rollback 2", True), ("rm 4 3", False)])
@@ -168,8 +164,7 @@ def test_what_a_command_deletes_does_not_come_back_from_the_mirror(
         assert f"also delete 3, 4 in the mirror {mirror}\n" in cli.output(name, run, *arguments, "--dry-run")
     cli.output(name, run, *arguments, "--yes")
     assert (steps(run), steps(mirror)) == ([1, 2], [1, 2])
-    with resumed(run, mirror) as manager:
-        assert manager.latest_step() == 2
+    assert saved(run, mirror=str(mirror)) == [1, 2]
     assert "nothing to delete" in cli.output("rollback", run, 2, "--yes")
 
 
@@ -188,9 +183,8 @@ def test_a_mirror_that_is_not_there_is_changed_by_the_next_run(
     assert "are still in this mirror" in said
     mirror.unlink()
     away.rename(mirror)
-    with resumed(run, mirror) as manager:
-        assert manager.all_steps() == [1, 2]
-        manager.save(3, {"w": np.full(8, 33)})
+    assert saved(run, mirror=str(mirror)) == [1, 2]
+    saved(run, 3, items=lambda _: weights(33), mirror=str(mirror))
     assert steps(mirror)[-1] == 3
     assert hf.load(mirror)["w"][0] == 33
 
@@ -219,10 +213,7 @@ def test_no_answer_deletes_nothing(
 
 def test_a_rollback_of_a_run_with_local_steps_says_that_these_do_not_count(cli: Cli, tmp_path: Path) -> None:
     local = tmp_path / "local"
-    options = hf.CheckpointManagerOptions(local=hf.Local(local, every=1, copies=0))
-    with hf.CheckpointManager(tmp_path / "run", options=options) as manager:
-        for step in (1, 2):
-            manager.save(step, {"w": np.full(8, step)}, force=True)
+    saved(tmp_path / "run", 1, 2, items=weights, save_interval_steps=1, local=hf.Local(local, every=1, copies=0))
     said = cli.output("rollback", tmp_path / "run", 1, "--yes")
     assert f"local steps of the hosts in {local} no longer count\n" in said
     assert steps(tmp_path / "run") == [1]
@@ -272,8 +263,7 @@ def test_watch_says_what_comes_and_goes(
     capsys: pytest.CaptureFixture[str], run: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]
 ) -> None:
     def a_new_step() -> None:
-        with hf.CheckpointManager(run) as manager:
-            manager.save(6, {"w": np.zeros(8)}, metrics={"loss": 0.5})
+        saved(run, 6, items=weights, metrics=lambda _: {"loss": 0.5})
 
     def metrics_and_a_deletion() -> None:
         hf.record_metrics(run, 4, {"loss": 0.25})

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import orbax.checkpoint as ocp  # type: ignore[import-untyped]  # it comes without type information
@@ -9,6 +10,7 @@ import safetensors.numpy
 import safetensors.torch
 import torch
 from tests.cli.commands import Cli
+from tests.manager.runs import saved
 
 import holdfast as hf
 
@@ -27,10 +29,12 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    with hf.CheckpointManager(tmp_path / "run" / "checkpoints") as manager:
-        for step in (1, 2):
-            manager.save(step, {"w": np.full(3, step)}, metrics={"loss": step}, force=True)
+    saved(tmp_path / "run" / "checkpoints", 1, 2, items=weights, metrics=lambda step: {"loss": step})
     return tmp_path / "run"
+
+
+def weights(step: int) -> dict[str, Any]:
+    return {"w": np.full(3, step)}
 
 
 LEFT_OUT = "hyper_parameters/f (the class or function builtins.print)"
@@ -83,31 +87,26 @@ def test_a_part_is_exported(cli: Cli, model: Path) -> None:
     assert "did you mean 'state_dict/w'?" in said
 
 
-def test_export_of_the_newest_or_of_a_step(cli: Cli, run: Path) -> None:
+def test_export_of_the_newest_of_a_step_or_of_all(cli: Cli, run: Path) -> None:
     target = run.parent / "x.safetensors"
     line = cli.output("export", run, target)
     assert line == f"{run}/checkpoints/2 -> {target}: 1 leaf, 24 B (safetensors)\n"
     assert safetensors.numpy.load_file(target)["w"].tolist() == [2, 2, 2]
     cli.output("export", run, run.parent / "x.pt", "--to", "torch", "--step", 1)
     assert torch.load(run.parent / "x.pt", weights_only=True)["w"].tolist() == [1, 1, 1]
+    assert len(cli.output("export", run, run.parent / "orbax", "--to", "orbax").splitlines()) == 2
+    with ocp.CheckpointManager(run.parent / "orbax") as manager:
+        assert sorted(manager.all_steps()) == [1, 2]
 
 
 def test_export_of_the_best_step(cli: Cli, tmp_path: Path, run: Path) -> None:
-    options = hf.CheckpointManagerOptions(best_fn="loss", best_mode="min", max_to_keep=3)
-    with hf.CheckpointManager(tmp_path / "ranked", options=options) as manager:
-        for step, loss in ((1, 0.5), (2, 0.25), (3, 0.75)):
-            manager.save(step, {"w": np.full(3, step)}, metrics={"loss": loss}, force=True)
+    best: dict[str, Any] = {"best_fn": "loss", "best_mode": "min", "max_to_keep": 3}
+    saved(tmp_path / "ranked", 1, 2, 3, items=weights, metrics=lambda step: {"loss": abs(step - 2.1)}, **best)
     assert "ranked/2" in cli.output("export", tmp_path / "ranked", tmp_path / "best.safetensors", "--step", "best")
     assert safetensors.numpy.load_file(tmp_path / "best.safetensors")["w"].tolist() == [2, 2, 2]
     said = cli.error("export", run, tmp_path / "x.pt", "--step", "best", status=2)
     assert "does not rank its checkpoints by the name of a metric" in said
     assert not (tmp_path / "x.pt").exists()
-
-
-def test_export_of_all_steps(cli: Cli, run: Path) -> None:
-    assert len(cli.output("export", run, run.parent / "orbax", "--to", "orbax").splitlines()) == 2
-    with ocp.CheckpointManager(run.parent / "orbax") as manager:
-        assert sorted(manager.all_steps()) == [1, 2]
 
 
 def test_export_in_place(cli: Cli, run: Path) -> None:

@@ -13,6 +13,7 @@ import safetensors.numpy
 from tests import starts
 from tests.cli.commands import Cli
 from tests.clocks import FakeClock
+from tests.manager.runs import saved
 
 import holdfast as hf
 from holdfast.cli.progress import Meter
@@ -112,9 +113,7 @@ def test_commands_that_take_long_show_how_far_they_are(
 
     monkeypatch.setattr("holdfast.cli.progress.Meter", Watched)
     monkeypatch.chdir(tmp_path)
-    with hf.CheckpointManager("run") as manager:
-        for step in (1, 2):
-            manager.save(step, {"w": np.arange(1000.0)}, force=True)
+    saved("run", 1, 2, items=lambda step: {"w": np.arange(1000.0)})
     safetensors.numpy.save_file({"w": np.arange(1000.0)}, "w.safetensors")
 
     text = cli.output(command, *LONG[command].split(), *(["--json"] if as_json else []))
@@ -158,11 +157,9 @@ def files(directory: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    with hf.CheckpointManager(tmp_path / "work" / "run") as manager:
-        for step in (1, 2):
-            tree = {name: np.full(700_000, step, np.float32) for name in "abcd"}
-            manager.save(step, tree, force=True)
-    return tmp_path / "work" / "run"
+    run = tmp_path / "work" / "run"
+    saved(run, 1, 2, items=lambda step: {name: np.full(700_000, step, np.float32) for name in "abcd"})
+    return run
 
 
 def test_an_interrupted_verify_leaves_everything_as_it_was(run: Path) -> None:

@@ -10,12 +10,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from holdfast.cli.report import age, count, metrics_text, print_json, print_table
+from holdfast.cli.report import age, count, duration, metrics_text, print_json, print_table
 
 
-def test_words_for_ages_counts_and_metrics() -> None:
+def test_words_for_times_counts_and_metrics() -> None:
     ages = {-5: "0 s", 0: "0 s", 59.9: "59 s", 60: "1 min", 3599: "59 min", 7300: "2 h", 200_000: "2 d"}
     assert {seconds: age(seconds) for seconds in ages} == ages
+    spans = {0: "0 s", 0.5: "500 ms", 59.96: "1 min 00 s", 3599.9: "1 h 00 min", 3e5: "3 d 11 h"}
+    assert {seconds: duration(seconds) for seconds in spans} == spans
     assert [count(number, "leaf", "leaves") for number in (0, 1, 2)] == ["0 leaves", "1 leaf", "2 leaves"]
     assert metrics_text({"loss": 0.123456789, "eval": {"top": {"1": 3}}}) == "loss 0.12346, eval/top/1 3"
     assert metrics_text({"recall": [1, 0.25, 3.0, 4, 5], "two": [1, 2]}) == "recall [1, 0.25, 3, 4, ...], two [1, 2]"

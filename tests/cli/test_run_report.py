@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.cli.commands import Cli
+from tests.manager import runs
 
 import holdfast as hf
 from holdfast.cli.report import duration
@@ -350,9 +351,7 @@ def test_the_page_of_a_run(cli: Cli, run: Path, tmp_path: Path) -> None:
 
 def saved_run(run: Path, *steps: int, events: list[dict[str, Any]] | None = None) -> Path:
     """Makes a run with some steps, which may be said to have had other events."""
-    with hf.CheckpointManager(run) as manager:
-        for step in steps:
-            manager.save(step, {"w": np.ones(2, np.float32)})
+    runs.saved(run, *steps, items=lambda step: {"w": np.ones(2, np.float32)})
     if events is not None:
         (run / "events.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in events))
     return run
@@ -446,8 +445,7 @@ def test_several_runs_and_folders_of_runs(cli: Cli, run: Path, tmp_path: Path) -
     shutil.copytree(run, tmp_path / "sweep" / "one")
     shutil.copytree(run, tmp_path / "sweep" / "two" / "checkpoints")
     store = "memory://report/run"
-    with hf.CheckpointManager(store) as manager:
-        manager.save(7, {"w": 1.5})
+    runs.saved(store, 7)
     found = report(cli, tmp_path / "sweep", store, run / "5", output=tmp_path / "report.html")
     assert found.texts("h1") == ["4 runs"]
     assert found.texts("a") == ["one", "two", "run", "5"]
@@ -506,9 +504,10 @@ def test_how_a_run_stands(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_norms_with_nan_are_not_finite(tmp_path: Path) -> None:
-    with hf.CheckpointManager(tmp_path) as manager:
-        for step, value in ((1, 1.0), (2, np.nan)):
-            manager.save(step, {"a": {"w": np.full(4, value)}, "b": np.ones(9), "count": step})
+    values = {1: 1.0, 2: np.nan}
+    runs.saved(
+        tmp_path, 1, 2, items=lambda step: {"a": {"w": np.full(4, values[step])}, "b": np.ones(9), "count": step}
+    )
     found = facts.read_run(hf.storage.as_location(tmp_path), facts.Reading()).statistics
     assert found is not None
     assert found.steps == [1, 2]
@@ -564,17 +563,9 @@ def test_many_damaged_steps_shared_files_and_deep_leaves_are_told() -> None:
 
 def test_statistics_of_many_leaves_are_bounded(tmp_path: Path) -> None:
     tree = {f"w{n}": np.full(n + 1, np.nan if n == 3 else 1.0, np.float32) for n in range(1530)}
-    with hf.CheckpointManager(tmp_path) as manager:
-        manager.save(1, tree)
+    runs.saved(tmp_path, 1, items=lambda step: tree)
     found = facts.read_run(hf.storage.as_location(tmp_path), facts.Reading()).statistics
     assert found is not None
     assert (found.number, found.damaged, found.examples) == (1530, 1, ["state/w3"])
     assert {leaf.path for leaf in found.leaves} == {"w3", *(f"w{n}" for n in range(31, 1530))}
     assert "30 of 1530 leaves are left out" in found.notes[0]
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0 s"), (0.5, "500 ms"), (59.96, "1 min 00 s"), (3599.9, "1 h 00 min"), (3e5, "3 d 11 h")]
-)
-def test_spans_of_time(seconds: float, text: str) -> None:
-    assert duration(seconds) == text

@@ -16,7 +16,6 @@ from tests.recipes.programs import preempt_at, values_of
 
 import holdfast as hf
 from holdfast.engine.arrays import ArrayDatabase, TreeReader
-from holdfast.integrations.options import CallbackOptions
 from holdfast.recipes.configuration import load_configuration
 from holdfast.recipes.registry import RECIPES, MissingExtraError, Outcome, Progress, Recipe
 from holdfast.recipes.runner import blocks_resume, differences, run
@@ -343,8 +342,3 @@ def test_arrays_are_compressed_when_asked(recipe: str, level: int | None) -> Non
     assert hf.verify("run/checkpoints").ok
     train(recipe, "run_dir=run", "train.steps=3")  # continues from there
     assert hf.load("run/checkpoints", item="state")
-
-
-def test_levels_that_zstd_does_not_have() -> None:
-    with pytest.raises(hf.errors.OptionError, match="23"):
-        CallbackOptions(compression=23)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.cli.commands import said_by
 from tests.documents.examples import Examples
 from tests.recipes.programs import preempt_at, values_of
 
@@ -69,27 +70,25 @@ def test_both_policies_learn() -> None:
     assert after["win_rate_p1"] > 0.7
 
 
-def test_preemptions_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert train("run_dir=whole") == Outcome(start=0, step=4, preempted=False)
-    preempt_at(monkeypatch, 1, 3)
-    assert train("run_dir=cut") == Outcome(start=0, step=1, preempted=True)
-    assert train("run_dir=cut") == Outcome(start=1, step=3, preempted=True)
-
-    assert train("run_dir=cut") == Outcome(start=3, step=4, preempted=False)
-    whole, cut = hf.load(saved("whole", 4)), hf.load(saved("cut", 4))
-    assert "learner/policies/p0" in whole
-    assert values_of(cut) == values_of(whole)
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-
-
 def test_the_command_ends_with_75_and_goes_on(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     preempt_at(monkeypatch, 2)
 
-    assert main(["run", "self_play", *arguments()]) == 75
-    assert main(["run", "self_play", *arguments()]) == 0
-    assert "\n" in capsys.readouterr().out.partition("resumed from step 2 in ")[2]
+    def lines(status: int) -> list[str]:
+        """Runs the command, and returns what it prints, without the time of each line."""
+        said, _ = said_by(capsys, "run", "self_play", *arguments(), status=status)
+        return [line.split(" ", 1)[1] for line in said.splitlines()]
+
+    first, second, *others, last = lines(75)
+    assert first == "self_play: 4 steps of self_play in runs/self_play"
+    assert second.startswith("started fresh: ")
+    (save,) = (line for line in others if line.startswith("saved step 2 "))
+    assert re.fullmatch(r"saved step 2 \(preempted\): [\d.]+ kB, blocked [\d.]+ s, [\d.]+ s in all, [\d.]+ .B/s", save)
+    assert last.endswith("resumes from step 2 of 4 in runs/self_play/checkpoints")
+    again = lines(0)
+    assert f"resumed from step 2 in {tmp_path}/runs/self_play/checkpoints" in again
+    assert again[-1].endswith("step 4 of 4 is saved in runs/self_play/checkpoints")
     assert main(["run", "self_play", *arguments("checkpoint.resume=never")]) == 2
     assert main(["run", "self_play", *arguments("name=other", "checkpoint.resume=must")]) == 2
     errors = capsys.readouterr().err
@@ -118,13 +117,15 @@ def test_the_recipe_swaps_and_resumes_bit_for_bit(monkeypatch: pytest.MonkeyPatc
     swap = ["swap.at_step=2", f"swap.path={saved('other', 1)}/learner/policies/p0"]
     assert train("run_dir=plain").step == 4
     assert train("run_dir=whole", *swap).step == 4
-    preempt_at(monkeypatch, 2)
-    assert train("run_dir=cut", *swap).preempted
+    preempt_at(monkeypatch, 1, 2, 3)
+    for start in range(3):
+        assert train("run_dir=cut", *swap) == Outcome(start=start, step=start + 1, preempted=True)
 
-    assert train("run_dir=cut", *swap) == Outcome(start=2, step=4, preempted=False)
+    assert train("run_dir=cut", *swap) == Outcome(start=3, step=4, preempted=False)
     plain, whole, cut = (values_of(hf.load(saved(name, 4))) for name in ("plain", "whole", "cut"))
     assert whole == cut
     assert whole != plain
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_a_swap_that_will_fail_fails_at_once() -> None:
