@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
+from tests.cli.conftest import cli as cli
 from tests.object_stores.azure_server import AzureServer
 from tests.object_stores.gcs_server import GcsServer
 from tests.object_stores.installed_servers import Server, reach, started
@@ -87,6 +89,12 @@ def value_of(url: str) -> int | None:
     assert hf.verify(url).ok
     value: int = found
     return value
+
+
+def is_whole(url: str, tree: dict[str, Any]) -> bool:
+    """Whether a checkpoint holds a tree, and verifies."""
+    found = hf.load(url)
+    return all(np.array_equal(found[name], value) for name, value in tree.items()) and hf.verify(url).ok
 
 
 def wait_for_mirror(run: hf.CheckpointManager, step: int) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.manager.runs import commit
 from tests.object_stores.azure_server import ACCOUNT, KEY
 from tests.object_stores.conftest import Store
 
@@ -83,8 +84,7 @@ def test_an_address_keeps_the_account_that_it_names(address: str, monkeypatch: p
 
 def test_managers_of_one_run_know_each_other_by_every_address(az: Store) -> None:
     run = hf.CheckpointManager(f"{az.url}/run")
-    run.save(1, TREE)
-    run.wait_until_finished()
+    commit(run, 1, TREE)
     with hf.CheckpointManager(f"abfs://{az.bucket}@{ACCOUNT}.dfs.core.windows.net/run") as later:
         later.acquire()
         with pytest.raises(hf.errors.OwnershipError, match="has taken over"):

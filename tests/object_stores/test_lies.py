@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.object_stores.conftest import Store, new_bucket
+from tests.manager.runs import commit, newest_whole, opened, reading, saved
+from tests.object_stores.conftest import Store, is_whole, new_bucket
 from tests.object_stores.lying_server import LyingServer
 from tests.object_stores.store_server import Answer
 
@@ -33,11 +34,6 @@ def liar(server: LyingServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store
     yield new_bucket(server, monkeypatch)
     server.hidden.clear()
     server.reset()
-
-
-def is_whole(url: str, tree: dict[str, Any]) -> bool:
-    found = hf.load(url)
-    return np.array_equal(found["w"], tree["w"]) and found["step"] == tree["step"] and hf.verify(url).ok
 
 
 @FOLDER_OR_ZIP_FILE
@@ -99,10 +95,9 @@ def test_a_key_that_no_list_can_have_is_named(liar: Store) -> None:
 
 
 def a_run(url: str, tree: dict[str, Any], steps: int = 2, **options: Any) -> hf.CheckpointManager:
-    run = hf.CheckpointManager(url, options=hf.CheckpointManagerOptions(**options))
+    run = opened(url, **options)
     for step in range(1, steps + 1):
-        run.save(step, tree)
-        run.wait_until_finished()
+        commit(run, step, tree)
     return run
 
 
@@ -147,13 +142,11 @@ def test_a_garbled_answer_is_no_takeover(server: LyingServer, liar: Store) -> No
         garbled = [owner[:byte] + bytes([owner[byte] ^ 1]) + owner[byte + 1 :] for byte in range(len(owner))]
         for step, content in enumerate(garbled[::7], 2):
             server.garbles(r"GET .*owner\.json", content, 2)
-            assert run.save(step, SMALL)
-            run.wait_until_finished()
+            assert commit(run, step, SMALL)
             server.reset()
         server.garbles(r"GET .*owner\.json", garbled[20], ALWAYS)
-        run.save(step + 1, SMALL)
         with pytest.raises(hf.HoldfastError, match=r"owner\.json: this file was damaged"):
-            run.wait_until_finished()
+            commit(run, step + 1, SMALL)
         server.reset()
         run.save(step + 2, SMALL)
     assert hf.verify(url).ok
@@ -166,11 +159,9 @@ WRONG = {"a page": b"<html><body>busy</body></html>", "nothing": b"", "zeros": b
 
 def restored(url: str) -> tuple[int, float]:
     """Returns the newest step as a run resumes from it."""
-    with hf.CheckpointManager(url, options=hf.CheckpointManagerOptions(read_only=True)) as run:
-        found = run.restore_latest()
-        assert found is not None
-        assert not found.skipped
-        return found.step, float(found.items["w"].sum())
+    found = newest_whole(reading(url))
+    assert not found.skipped
+    return found.step, float(found.items["w"].sum())
 
 
 def loaded(url: str) -> tuple[int, float]:
@@ -180,9 +171,7 @@ def loaded(url: str) -> tuple[int, float]:
 
 
 def two_steps(store: Store) -> str:
-    with hf.CheckpointManager(f"{store.url}/run") as run:
-        for step in (1, 2):
-            run.save(step, {"w": np.full(5000, step), "step": step})
+    saved(f"{store.url}/run", 1, 2, items=lambda step: {"w": np.full(5000, step), "step": step})
     return f"{store.url}/run"
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.manager.runs import commit, reading, saved
 from tests.object_stores.conftest import Store, new_bucket, outcome
 from tests.object_stores.s3_server import S3Server
 
@@ -77,17 +78,13 @@ def test_a_run(store: Store, leaves: Any) -> None:
         store.server.buckets[store.bucket][f"other/{number}"] = store.server.put(store.bucket, "run2/x", b"")
     with hf.CheckpointManager(url, options=KEEP) as run:
         for step in (1, 2):
-            run.save(step, leaves)
-            run.wait_until_finished()
-
-        def save() -> None:
-            run.save(3, leaves)
-            run.wait_until_finished()
-
+            commit(run, step, leaves)
         # As above, and two checks of the owner; the deletion marks, deletes the record, lists, and deletes the rest,
         # on S3 with one request for all.
         # Of small trees: the list, the record and the tree.
-        assert counted(store, save)[0] <= (10 if is_small else 17 if store.url.startswith("s3") else 21)
+        assert counted(store, lambda: commit(run, 3, leaves))[0] <= (
+            10 if is_small else 17 if store.url.startswith("s3") else 21
+        )
     # A list, and each record.
     assert counted(store, lambda: hf.CheckpointManager(url, options=KEEP)) == (3, {"LIST": 1, "GET": 2})
     run = hf.CheckpointManager(url, options=KEEP)
@@ -100,17 +97,13 @@ def test_a_run(store: Store, leaves: Any) -> None:
 
 def test_long_lists_come_in_pages(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     url = f"{store.url}/run"
-    with hf.CheckpointManager(url) as run:
-        for step in range(8):
-            run.save(step, {"step": step})
+    saved(url, *range(8), items=lambda step: {"step": step})
     monkeypatch.setattr(type(store.server), "page", 7)
     requests, kinds = counted(store, lambda: hf.CheckpointManager(url))
     assert kinds["LIST"] == -(-len(store.stored("run/")) // 7)
     assert requests == kinds["LIST"] + 8
-    with hf.CheckpointManager(url, options=KEEP) as run:
-        assert run.all_steps() == list(range(8))
-        run.save(8, {"step": 8})
-    assert run.all_steps() == [7, 8]
+    assert reading(url).all_steps() == list(range(8))
+    assert saved(url, 8, items=lambda step: {"step": step}, max_to_keep=2) == [7, 8]
     assert hf.verify(url).ok
 
 

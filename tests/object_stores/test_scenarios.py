@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.cli.commands import error_of, output_of
+from tests.cli.commands import Cli
 from tests.equality import assert_same
+from tests.manager.runs import newest_whole, saved
 from tests.object_stores.conftest import Store, outcome
 from tests.object_stores.store_server import StoredObject
 from tests.storage.test_storage_conformance import BackendConformance
@@ -108,8 +108,7 @@ def manager(place: str) -> list[Any]:
     with hf.CheckpointManager(place, items, options) as second:
         results += [second.all_steps(), second.metadata(), second.metrics(7)]
         second.save(8, {"state": tree(8), "note": "note8"}, metrics={"loss": float("nan")})
-        restored = second.restore_latest({"state": tree(0)})
-        assert restored is not None
+        restored = newest_whole(second, {"state": tree(0)})
         results += [restored.step, restored.items, restored.skipped, second.all_steps()]
     results += [
         [(s.step, s.reason, s.kept, s.damage) for s in hf.list_checkpoints(place)],
@@ -182,13 +181,10 @@ def test_damaged_steps_are_passed_over(
     store: Store, damages: Callable[[dict[str, StoredObject]], None], size: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     url = f"{store.url}/run"
-    with hf.CheckpointManager(url) as run:
-        for step in range(1, 6):
-            run.save(step, {"w": np.full(size, step), "step": step})
+    saved(url, *range(1, 6), items=lambda step: {"w": np.full(size, step), "step": step})
     damages(store.server.buckets[store.bucket])
     with hf.CheckpointManager(url) as run:
-        restored = run.restore_latest()
-        assert restored is not None
+        restored = newest_whole(run)
         assert (restored.step, [step for step, _ in restored.skipped]) == (1, [5, 4, 3, 2])
         assert "is missing: the checkpoint is incomplete" in restored.skipped[3][1]
         for step in (2, 3, 4, 5):
@@ -200,27 +196,25 @@ def test_damaged_steps_are_passed_over(
     assert sum(len(store.names(f"run/{step}/")) for step in (2, 3, 4)) == 6, "a record and a zip file of each"
 
 
-def test_the_command_takes_urls(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
-    with hf.CheckpointManager(f"{store.url}/a run") as run:
-        for step in (1, 2):
-            run.save(step, TREE, metrics={"loss": 1.0 / step})
+def test_the_command_takes_urls(store: Store, cli: Cli) -> None:
+    saved(f"{store.url}/a run", 1, 2)
     url = f"{store.url}/a%20run"
-    listed = json.loads(output_of(capsys, "ls", url, "--json"))
-    assert [(one["step"], one["damage"]) for one in listed["checkpoints"]] == [(1, None), (2, None)]
+    listed = cli.json("ls", url)["checkpoints"]
+    assert [(one["step"], one["damage"]) for one in listed] == [(1, None), (2, None)]
     for place in (url, f"{url}/1"):
-        assert "params/kernel" in output_of(capsys, "show", place)
-    assert "2 whole" in output_of(capsys, "verify", url)
+        assert "b/c" in cli.output("show", place)
+    assert "2 whole" in cli.output("verify", url)
     [key] = [key for key in store.stored("a run/2/") if key.endswith(".zip")]
     content = bytearray(store.server.buckets[store.bucket][key].content)
     content[70] ^= 1
     store.server.put(store.bucket, key, bytes(content))
-    assert key.rpartition("/")[2] in output_of(capsys, "verify", url, status=1)
-    assert f"{store.url}/nothing" in error_of(capsys, "ls", f"{store.url}/nothing", status=2)
+    assert key.rpartition("/")[2] in cli.output("verify", url, status=1)
+    assert f"{store.url}/nothing" in cli.error("ls", f"{store.url}/nothing", status=2)
 
 
-def test_an_error_of_the_store_is_one_line_of_the_command(s3: Store, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_of_the_store_is_one_line_of_the_command(s3: Store, cli: Cli) -> None:
     s3.server.fail(".", times=1000, answer=s3.server.error(403, "AccessDenied"))
-    said = error_of(capsys, "ls", f"{s3.url}/run", status=1)
+    said = cli.error("ls", f"{s3.url}/run", status=1)
     assert said.startswith("holdfast: ")
     assert "credentials of AWS_ACCESS_KEY_ID" in said
 

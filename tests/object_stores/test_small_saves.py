@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.manager.runs import saved
 from tests.object_stores.conftest import Held, Store, outcome, value_of
 
 import holdfast as hf
@@ -139,8 +140,7 @@ def test_a_zip_file_that_arrives_late(store: Store, then: str) -> None:
 @pytest.mark.parametrize("then", ["replaced", "a run"])
 def test_a_zip_file_of_a_save_that_lost_and_was_killed(store: Store, then: str) -> None:
     url = f"{store.url}/run/1"
-    with hf.CheckpointManager(f"{store.url}/run") as run:
-        run.save(1, tree(1))
+    saved(f"{store.url}/run", 1, items=tree)
     store.server.put(store.bucket, "run/1/state.deadbeef.zip", OURS)
     store.server.put(store.bucket, "run/1/notes.deadbeef.zip", b"of someone else")
     assert value_of(url) == 1

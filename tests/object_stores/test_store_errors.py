@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
-from tests.object_stores.conftest import Store
+from tests.manager.runs import saved
+from tests.object_stores.conftest import Store, is_whole
 
 import holdfast as hf
 from holdfast.engine.storage import object_store
@@ -42,11 +43,6 @@ KINDS = {
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> Kind:
     return KINDS[request.param]
-
-
-def whole(url: str, kind: Kind) -> bool:
-    found: dict[str, Any] = hf.load(url)
-    return np.array_equal(found["w"], kind.tree["w"]) and found["name"] == kind.tree["name"] and hf.verify(url).ok
 
 
 @pytest.fixture
@@ -82,14 +78,14 @@ def test_trouble_that_passes_is_not_noticed(store: Store, kind: Kind, pattern: s
     trouble(store, pattern, **PASSING[what])
     hf.save(url, kind.tree, layout=SMALL)
     store.server.reset()
-    assert whole(url, kind)
+    assert is_whole(url, kind.tree)
     usual = len(store.server.log)
     store.server.reset()
     trouble(store, pattern, **PASSING[what])
-    assert whole(url, kind)
+    assert is_whole(url, kind.tree)
     assert len(store.server.log) > usual or pattern == "DELETE"
     hf.save(url, kind.tree, layout=SMALL, overwrite=True)
-    assert whole(url, kind)
+    assert is_whole(url, kind.tree)
     assert not any(key.endswith("partial") for key in store.stored())
 
 
@@ -132,11 +128,11 @@ def test_trouble_that_stays_is_told(
         assert len(str(caught.value)) < 600
     assert not [one for one in threading.enumerate() if one.name.startswith("holdfast") and one not in before]
     store.server.reset()
-    assert whole(url, kind), "what was to be replaced is still there"
+    assert is_whole(url, kind.tree), "what was to be replaced is still there"
     with pytest.raises(hf.CheckpointNotFoundError):
         hf.load(f"{store.url}/new")
     hf.save(f"{store.url}/new", kind.tree, layout=SMALL)
-    assert whole(f"{store.url}/new", kind)
+    assert is_whole(f"{store.url}/new", kind.tree)
 
 
 @EVERYWHERE
@@ -151,7 +147,7 @@ def test_a_commit_whose_answer_is_lost(store: Store, kind: Kind, old: bool, how:
         hf.save(url, {"old": 1})
     trouble(store, r"(PUT|POST).*checkpoint\.json", times=ALWAYS, how=how)
     hf.save(url, kind.tree, overwrite=old)
-    assert whole(url, kind)
+    assert is_whole(url, kind.tree)
 
 
 @pytest.mark.one_in(2)
@@ -178,13 +174,12 @@ def test_a_commit_that_arrives_late(store: Store, kind: Kind, old: bool) -> None
     commit = re.compile(rf"(PUT|POST) .*\b{store.bucket}\b.*checkpoint\.json")
     late = next(one for one in seen if commit.match(one.what))
     assert store.server.answer(late).status == 200
-    assert whole(url, kind)
+    assert is_whole(url, kind.tree)
 
 
 def test_a_list_that_is_refused_is_not_an_empty_directory(store: Store) -> None:
     """A run without permission to list must not start from nothing and replace steps that it does not see."""
-    with hf.CheckpointManager(f"{store.url}/run") as run:
-        run.save(1, {"w": WEIGHTS})
+    saved(f"{store.url}/run", 1)
     for status in (401, 403):
         store.server.reset()
         store.server.fail("(prefix|startOffset)=|run/", times=ALWAYS, answer=store.server.error(status, "AccessDenied"))
@@ -224,17 +219,18 @@ def test_no_server_listens(s3: Store, monkeypatch: pytest.MonkeyPatch, caplog: p
 def test_a_store_that_ignores_ranges(store: Store, kind: Kind, url: str) -> None:
     """Some servers do, for objects with a content encoding."""
     store.server.ranges = False
-    assert whole(url, kind)
+    assert is_whole(url, kind.tree)
     store.server.put(store.bucket, "ckpt/checkpoint.json", bytes(1000))
     with pytest.raises(hf.DamagedCheckpointError, match=r"checkpoint\.json"):
         hf.load(url)
 
 
-@pytest.mark.parametrize(("scheme", "variable"), [("s3", "AWS_ENDPOINT_URL"), ("gs", "TENSORSTORE_GCS_HTTP_URL")])
+@pytest.mark.parametrize(
+    ("store", "variable"), [("s3", "AWS_ENDPOINT_URL"), ("gs", "TENSORSTORE_GCS_HTTP_URL")], indirect=["store"]
+)
 def test_an_address_with_a_password(
-    scheme: str, variable: str, request: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    store: Store, variable: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store: Store = request.getfixturevalue(scheme)
     caplog.set_level(logging.DEBUG)
     store.server.fail("", answer=store.server.error(503, "SlowDown"), times=1000)
     monkeypatch.setenv(variable, store.server.url.replace("//", "//user:of-nobody@"))

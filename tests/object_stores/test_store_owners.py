@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.manager.runs import commit, reading, saved
 from tests.object_stores.conftest import Held, Store, new_bucket, value_of
 from tests.object_stores.s3_server import S3Server
 from tests.object_stores.store_server import Request
@@ -43,16 +44,13 @@ def take_over(process: Process, environment: dict[str, str], url: str, step: int
     """Saves a step from another run."""
     assert process.count == 1
     os.environ.update(environment)
-    with hf.CheckpointManager(url) as run:
-        run.save(step, tree(size))
-    return run.all_steps()
+    return saved(url, step, items=lambda _: tree(size))
 
 
 def test_the_older_run_finds_out_before_it_commits(store: Store, size: int) -> None:
     url = f"{store.url}/run"
     older = hf.CheckpointManager(url)
-    older.save(1, tree(size))
-    older.wait_until_finished()
+    commit(older, 1, tree(size))
     assert run_processes(take_over, 1, store.environment, url, 2, size, backend="none") == [[1, 2]]
     older.save(3, tree(size))
     with pytest.raises(hf.SaveFailedError, match=r"another manager has taken over .* process \d+ on ") as caught:
@@ -62,8 +60,7 @@ def test_the_older_run_finds_out_before_it_commits(store: Store, size: int) -> N
         with pytest.raises(hf.errors.OwnershipError):
             act()
     older.close()
-    reader = hf.CheckpointManager(url, options=hf.CheckpointManagerOptions(read_only=True))
-    assert reader.all_steps() == [1, 2]
+    assert reading(url).all_steps() == [1, 2]
     assert hf.verify(url).ok
     assert not any(key.startswith("run/3/") for key in store.stored())
 
@@ -77,8 +74,7 @@ def test_taken_over_in_the_middle_of_a_save(store: Store, size: int, moment: str
     url = f"{store.url}/run"
     commits = "commit" in moment
     older = hf.CheckpointManager(url)
-    older.save(1, tree(size))
-    older.wait_until_finished()
+    commit(older, 1, tree(size))
     request = r"(PUT|POST).*run/2/checkpoint\.json" if commits else WRITES[size]
     saving = store.hold(request, lambda: older.save(2, tree(size)))
     assert run_processes(take_over, 1, store.environment, url, 5, size, backend="none") == [[1, 5]]
@@ -86,8 +82,7 @@ def test_taken_over_in_the_middle_of_a_save(store: Store, size: int, moment: str
     with pytest.raises(hf.SaveFailedError, match="another save" if commits else "taken over"):
         older.wait_until_finished()
     older.close()
-    reader = hf.CheckpointManager(url, options=hf.CheckpointManagerOptions(read_only=True))
-    assert (reader.all_steps(), hf.verify(url).ok) == ([1, 5], True)
+    assert (reading(url).all_steps(), hf.verify(url).ok) == ([1, 5], True)
     with hf.CheckpointManager(url) as run:
         run.acquire()
         assert run.all_steps() == [1, 5]
@@ -98,17 +93,14 @@ def test_a_store_that_is_silent_for_a_while_is_no_other_run(store: Store, size: 
     # The last look at what is there, after the record is written: at the marker, or a list, which is the third one.
     last = (r"GET.*checkpoint\.partial", 0) if size == SIZES["folder"] else ("GET.*(prefix|startOffset)=run/2", 2)
     with hf.CheckpointManager(f"{store.url}/run") as run:
-        run.save(1, tree(size))
-        run.wait_until_finished()
+        commit(run, 1, tree(size))
         for pattern, skip in ((r"GET.*owner\.json", 0), last):
             fault = store.server.fail(pattern, times=1000, skip=skip, answer=store.server.error(503, "SlowDown"))
-            run.save(2, tree(size), force=True)
             with pytest.raises(hf.SaveFailedError) as caught:
-                run.wait_until_finished()
+                commit(run, 2, tree(size), force=True)
             assert isinstance(caught.value.__cause__, hf.errors.StorageUnavailableError)
             fault.times = 0
-            run.save(2, tree(size), force=True)
-            run.wait_until_finished()
+            commit(run, 2, tree(size), force=True)
             assert run.all_steps() == [1, 2]
             run.delete(2)
     assert hf.verify(f"{store.url}/run").ok
@@ -119,12 +111,10 @@ def older_run(process: Process, environment: dict[str, str], url: str, size: int
     assert process.count == 1
     os.environ.update(environment)
     with contextlib.suppress(hf.SaveFailedError), hf.CheckpointManager(url) as run:
-        run.save(1, tree(size))
-        run.wait_until_finished()
+        commit(run, 1, tree(size))
         hf.save(f"{url}-waits", {"a": 1})
         try:
-            run.save(2, {"w": tree(size)["w"] + 1})
-            run.wait_until_finished()
+            commit(run, 2, {"w": tree(size)["w"] + 1})
         except hf.HoldfastError as error:
             return f"{type(error).__name__}: {error}"
     return "it has saved"
@@ -157,8 +147,7 @@ def test_a_step_that_the_older_run_has_saved_meanwhile_is_replaced(
     url = f"{store.url}/run"
     with hf.CheckpointManager(url) as newer:  # which has no step yet
         assert run_processes(take_over, 1, store.environment, url, 2, size, backend="none") == [[2]]
-        newer.save(2, {"w": tree(size)["w"] + 1})
-        newer.wait_until_finished()
+        commit(newer, 2, {"w": tree(size)["w"] + 1})
     assert "step 2 was committed by another run" in caplog.text
     assert np.array_equal(hf.load(f"{url}/2")["w"], tree(size)["w"] + 1)
     assert hf.verify(url).ok
@@ -263,9 +252,7 @@ def test_the_third_of_several_saves_removes_nothing_of_the_second(store: Store, 
 def test_a_run_sweeps_the_step_of_a_save_that_is_alive(store: Store, order: str, old: bool) -> None:
     """The save ends while the run is about to remove its marker, or its data."""
     url, folder = f"{store.url}/run", SIZES["folder"]
-    with hf.CheckpointManager(url) as run:
-        for step in (1, 2) if old else (2,):
-            run.save(step, {"w": np.full(5000, 9)})
+    saved(url, *((1, 2) if old else (2,)), items=lambda _: {"w": np.full(5000, 9)})
     save = store.hold(
         r"(PUT|POST).*run/1/checkpoint\.json",
         lambda: hf.save(f"{url}/1", {"w": np.full(folder, 1)}, overwrite=old),
@@ -273,11 +260,11 @@ def test_a_run_sweeps_the_step_of_a_save_that_is_alive(store: Store, order: str,
     name = "1/checkpoint.partial" if order == "the marker" else "tree.json"
     later = hf.CheckpointManager(url)
     acquires = store.hold("", later.acquire, when=lambda request: deletes(request, name))
-    saved = save.finish()
+    ended = save.finish()
     acquires.finish()
     later.close()
-    failed = isinstance(saved, hf.errors.StorageConflictError)
-    assert failed or not isinstance(saved, hf.HoldfastError)
+    failed = isinstance(ended, hf.errors.StorageConflictError)
+    assert failed or not isinstance(ended, hf.HoldfastError)
     hf.CheckpointManager(url).acquire()  # which removes what is left
     if old or not failed:
         assert value_of(f"{url}/1") == (9 if failed else 1)

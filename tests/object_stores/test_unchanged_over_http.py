@@ -12,8 +12,10 @@ from urllib.parse import unquote
 
 import numpy as np
 import pytest
+from tests.cli.commands import flip_bits
 from tests.equality import assert_same
 from tests.events import heard
+from tests.manager.runs import commit
 from tests.object_stores.conftest import Store, wait_for_mirror
 from tests.object_stores.store_server import Answer, Request
 
@@ -43,8 +45,7 @@ def sent(store: Store) -> int:
 def save(run: hf.CheckpointManager, step: int, items: Tree) -> dict[str, Any]:
     """Save a step, wait, and return the event."""
     events = heard(run)
-    run.save(step, items)
-    run.wait_until_finished()
+    commit(run, step, items)
     return events[-1]
 
 
@@ -164,11 +165,7 @@ def test_a_run_that_is_copied(store: Store, tmp_path: Path, damage: bool, caplog
         for step in range(STEPS):
             save(run, step, tree(step))
     if damage:  # a copy that the store has is whole all the same
-        data = max((tmp_path / "run" / "3").rglob("d/*.*.*"), key=lambda path: path.stat().st_size)
-        content = bytearray(data.read_bytes())
-        content[1_000_000] ^= 1
-        data.unlink()
-        data.write_bytes(content)
+        flip_bits(tmp_path / "run" / "3")
     reports = hf.copy_checkpoint(tmp_path / "run", f"{store.url}/copy")
     assert sent(store) < 2 * FROZEN.nbytes + STEPS * SMALL
     assert sum(report.sent for report in reports) < 2 * FROZEN.nbytes + STEPS * SMALL

@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 import pytest
+from tests.cli.conftest import cli as cli
 
 
 @pytest.fixture(autouse=True)

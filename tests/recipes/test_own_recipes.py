@@ -6,12 +6,10 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tests.cli.commands import error_of, output_of
+from tests.cli.commands import Cli, said_by
 
-from holdfast.cli.main import main
 from holdfast.recipes.configuration import expand_sweep, load_configuration
 from holdfast.recipes.problems import ConfigError
 from holdfast.recipes.runner import run
@@ -141,28 +139,21 @@ def problems(*arguments: str) -> str:
     return str(caught.value)
 
 
-def error_of_run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    return error_of(capsys, "run", *arguments, status=2)
-
-
-def run_as_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(output_of(capsys, "run", *arguments, "--json"))["runs"]
-    return found
-
-
-def test_a_function_of_a_project_trains_and_resumes(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "done: 6 steps" in output_of(capsys, "run", "walk.yaml")
-    assert "nothing to do: step 6 is saved" in output_of(capsys, "run", "walk.yaml")
-    resumed = output_of(capsys, "run", "walk.yaml", "train.steps=8")
+def test_a_function_of_a_project_trains_and_resumes(project: Path, cli: Cli) -> None:
+    assert "done: 6 steps" in cli.output("run", "walk.yaml")
+    assert "nothing to do: step 6 is saved" in cli.output("run", "walk.yaml")
+    resumed = cli.output("run", "walk.yaml", "train.steps=8")
     assert "step 8 of 8 is saved in runs/walk/checkpoints" in resumed
-    assert "whose configuration differs" in error_of_run(capsys, "walk.yaml", "model.width=5", "logging.level=error")
+    assert "whose configuration differs" in cli.error(
+        "run", "walk.yaml", "model.width=5", "logging.level=error", status=2
+    )
     forgetful = ("walk.yaml", "recipe=walks:forgets", "name=other", "logging.level=error")
-    assert "must return an Outcome" in error_of_run(capsys, *forgetful)
-    assert "write recipe: walks:train in a YAML file" in error_of_run(capsys, "walks:train")
-    keys = {key["key"]: key for key in json.loads(output_of(capsys, "recipes", "walks:train", "--json"))["keys"]}
+    assert "must return an Outcome" in cli.error("run", *forgetful, status=2)
+    assert "write recipe: walks:train in a YAML file" in cli.error("run", "walks:train", status=2)
+    keys = {key["key"]: key for key in cli.json("recipes", "walks:train")["keys"]}
     assert (keys["model.width"]["value"], keys["model.width"]["meaning"]) == (4, "Numbers in the state.")
     assert "train.steps" in keys
-    assert error_of(capsys, "recipes", "walks:nope", status=2) == "holdfast: walks has no function nope\n"
+    assert cli.error("recipes", "walks:nope", status=2) == "holdfast: walks has no function nope\n"
 
 
 def test_mistakes_are_reported_together(project: Path) -> None:
@@ -206,20 +197,18 @@ def test_what_is_no_recipe(project: Path, name: str, said: str) -> None:
     assert said in problems(f"recipe={name}")
 
 
-def test_an_installed_package_declares_one(
-    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_installed_package_declares_one(project: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     metadata = project / "walking-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: walking\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text("[holdfast.recipes]\nrandom_walk = walks:train\n")
     monkeypatch.syspath_prepend(str(project))
 
-    listed = json.loads(output_of(capsys, "recipes", "--json"))["recipes"]
+    listed = cli.json("recipes")["recipes"]
     assert listed[-1] == {"name": "random_walk", "summary": "walks:train, of walking", "missing": []}
     assert "walks" not in sys.modules, "a listing imports nothing"
-    assert "done: 6 steps" not in output_of(capsys, "run", "walk.yaml", "recipe=random_walk", "--dry-run")
-    assert "done: 6 steps" in output_of(capsys, "run", "walk.yaml", "recipe=random_walk")
+    assert "done: 6 steps" not in cli.output("run", "walk.yaml", "recipe=random_walk", "--dry-run")
+    assert "done: 6 steps" in cli.output("run", "walk.yaml", "recipe=random_walk")
 
 
 # ---- files
@@ -292,35 +281,33 @@ def test_expanding_a_sweep(arguments: list[str], expected: list[tuple[str, list[
     assert expand_sweep(arguments) == expected
 
 
-def test_a_sweep_runs_one_after_the_other(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert error_of_run(capsys, "walk.yaml", "seed=0,1,x", "rate=0.1,y").splitlines() == [
+def test_a_sweep_runs_one_after_the_other(project: Path, cli: Cli) -> None:
+    assert cli.error("run", "walk.yaml", "seed=0,1,x", "rate=0.1,y", status=2).splitlines() == [
         'holdfast: argument rate=y: rate: expected a number, found the text "y"',
         'argument seed=x: seed: expected a whole number, found the text "x"',
     ]
     assert not (project / "runs").exists(), "all runs are checked before the first begins"
-    plan = output_of(capsys, "run", "walk.yaml", "seed=0,1", "--dry-run").splitlines()
+    plan = cli.output("run", "walk.yaml", "seed=0,1", "--dry-run").splitlines()
     assert plan[1] == (
         "walks:train in runs/walk/seed=1: would train steps 1 to 6; checkpoints go to runs/walk/seed=1/checkpoints"
     )
     assert not (project / "runs").exists()
 
-    output_of(capsys, "run", "walk.yaml", "seed=0,1")
-    assert output_of(capsys, "run", "walk.yaml", "seed=0,1").count("nothing to do: step 6 is saved") == 2
-    found = json.loads(output_of(capsys, "ls", "runs/walk", "--json"))
+    cli.output("run", "walk.yaml", "seed=0,1")
+    assert cli.output("run", "walk.yaml", "seed=0,1").count("nothing to do: step 6 is saved") == 2
+    found = cli.json("ls", "runs/walk")
     assert [(run["name"], run["newest"]["step"]) for run in found["runs"]] == [("seed=0", 6), ("seed=1", 6)]
-    plan = output_of(capsys, "run", "walk.yaml", "seed=0,1", "train.steps=9", "--dry-run").splitlines()
+    plan = cli.output("run", "walk.yaml", "seed=0,1", "train.steps=9", "--dry-run").splitlines()
     assert "would resume from step 6 and would train steps 7 to 9" in plan[0]
 
 
-def test_a_sweep_goes_on_after_a_run_that_fails(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_goes_on_after_a_run_that_fails(project: Path, cli: Cli, capsys: pytest.CaptureFixture[str]) -> None:
     (project / "failing.yaml").write_text("defaults: walk\nrecipe: walks:forgets\n")
-    assert [run["seed"] for run in run_as_json(capsys, "walk.yaml", "seed=0,1", "--print-config")] == [0, 1]
-    plans = run_as_json(capsys, "walk.yaml", "checkpoint.directory=kept", "seed=0,1", "--dry-run")
+    assert [run["seed"] for run in cli.json("run", "walk.yaml", "seed=0,1", "--print-config")["runs"]] == [0, 1]
+    plans = cli.json("run", "walk.yaml", "checkpoint.directory=kept", "seed=0,1", "--dry-run")["runs"]
     assert [plan["checkpoints"] for plan in plans] == ["kept/seed=0", "kept/seed=1"]
 
-    assert main(["run", "failing.yaml", "seed=0,1", "--json"]) == 1
-
-    said, errors = capsys.readouterr()
+    said, errors = said_by(capsys, "run", "failing.yaml", "seed=0,1", "--json", status=1)
     runs = json.loads(said[said.index("{\n") :])["runs"]
     assert [run["name"] for run in runs] == ["seed=0", "seed=1"]
     assert all("must return an Outcome" in run["error"] for run in runs)
@@ -334,13 +321,13 @@ def test_a_recipe_that_leaves_the_program_keeps_its_status(project: Path, seed: 
     assert ended.value.code == ("too few walks" if seed else 3)
 
 
-def test_a_dry_run_looks_at_the_mirror_and_writes_nothing(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output_of(capsys, "run", "walk.yaml", "checkpoint.mirror=copy")
+def test_a_dry_run_looks_at_the_mirror_and_writes_nothing(project: Path, cli: Cli) -> None:
+    cli.output("run", "walk.yaml", "checkpoint.mirror=copy")
     (project / "runs").rename(project / "lost")
     mirrored = ("run", "walk.yaml", "checkpoint.mirror=copy", "--dry-run")
 
-    assert "would resume from step 6 and would train steps 7 to 9" in output_of(capsys, *mirrored, "train.steps=9")
-    assert "nothing to do: step 6 is saved" in output_of(capsys, *mirrored, "checkpoint.resume=must")
-    assert "whose configuration differs" in error_of(capsys, *mirrored, "rate=2.0", status=2)
+    assert "would resume from step 6 and would train steps 7 to 9" in cli.output(*mirrored, "train.steps=9")
+    assert "nothing to do: step 6 is saved" in cli.output(*mirrored, "checkpoint.resume=must")
+    assert "whose configuration differs" in cli.error(*mirrored, "rate=2.0", status=2)
 
     assert not (project / "runs").exists()
