@@ -13,6 +13,7 @@ import pytest
 from benchmarks import kills_cases, kills_connected
 from benchmarks import kills_life as life
 from tests.cli.commands import flip_bits
+from tests.manager.runs import saved
 from tests.starts import run
 
 import holdfast as hf
@@ -103,9 +104,7 @@ def save_something_else(directory: Path) -> None:
 def test_check_notices(
     tmp_path: Path, sabotage: Callable[[Path], None], kept: dict[int, int], problem: str | None
 ) -> None:
-    with hf.CheckpointManager(tmp_path, options=hf.CheckpointManagerOptions(max_to_keep=3)) as manager:
-        for step in range(3, 6):
-            manager.save(step, life.content(step, 0))
+    saved(tmp_path, 3, 4, 5, items=lambda step: life.content(step, 0), max_to_keep=3)
     sabotage(tmp_path)
     reading, writing = os.pipe()
     checker = life.Life(tmp_path, kept, writing)

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 import holdfast as hf
 
 EPOCH = 6  # batches
+PROGRAM = [sys.executable, "-W", "error", __file__]
 
 
 class Batches:

@@ -13,6 +13,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 from tests.cli.commands import Cli, cut_short, error_of, flip_bits, output_of, said_by
+from tests.manager import runs
 
 import holdfast as hf
 from holdfast.cli.app import COMMANDS, command
@@ -120,9 +121,7 @@ def test_ls_shows_how_resumes_proved(cli: Cli, tmp_path: Path) -> None:
 
 def test_ls_says_where_else_the_run_has_steps(cli: Cli, tmp_path: Path) -> None:
     run, mirror, local = tmp_path / "run", tmp_path / "mirror", tmp_path / "local"
-    options = hf.CheckpointManagerOptions(mirror=str(mirror), local=hf.Local(local, every=1, copies=0))
-    with hf.CheckpointManager(run, options=options) as manager:
-        manager.save(1, {"w": 1.0})
+    runs.saved(run, 1, mirror=str(mirror), local=hf.Local(local, every=1, copies=0))
     *_, third, second, last = cli.output("ls", run).splitlines()
     assert third.endswith("ok")
     # A later start may have neither.
@@ -138,10 +137,8 @@ def test_ls_says_where_else_the_run_has_steps(cli: Cli, tmp_path: Path) -> None:
 def test_runs_whose_steps_share_files(cli: Cli, tmp_path: Path) -> None:
     """Whole steps are what a copy takes; on the disk, a file with several names counts once, as for du."""
     frozen = np.arange(600_000, dtype=np.float32)
-    for name in ("lora", "other"):
-        with hf.CheckpointManager(tmp_path / name) as manager:
-            for step in range(4 if name == "lora" else 1):
-                manager.save(step, {"frozen": frozen, "adapter": np.full(3, step)})
+    for name, count in (("lora", 4), ("other", 1)):
+        runs.saved(tmp_path / name, *range(count), items=lambda step: {"frozen": frozen, "adapter": np.full(3, step)})
     records = [path.read_bytes() for path in tmp_path.glob("lora/*/checkpoint.json")]
     files = {
         path.stat().st_ino: path.stat().st_size for path in tmp_path.glob("lora/[0-9]/state/**/*") if path.is_file()

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from tests.cli.commands import Cli
+from tests.cli.programs import PROGRAM
 from tests.documents.examples import blocks_of
 from tests.starts import run
 
@@ -26,7 +27,6 @@ from holdfast.engine.sources import LeafDifference
 
 pytestmark = pytest.mark.xdist_group("programs")
 
-PROGRAM = [sys.executable, "-W", "error", str(Path(__file__).with_name("programs.py"))]
 LAUNCHED = Path(__file__).with_name("launched.py")
 EXAMPLES = {block.name: block.text for block in blocks_of("docs/which_interface.md")}
 FLAX, LIGHTNING = "python 1", "python 5"

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from tests.cli.commands import Cli
+from tests.cli.programs import PROGRAM
 from tests.starts import Program, run
 
 from holdfast.cli.main import main
@@ -22,7 +23,6 @@ from holdfast.engine.manager import read_events, slow_saves
 
 pytestmark = pytest.mark.xdist_group("programs")
 
-PROGRAM = [sys.executable, "-W", "error", str(Path(__file__).with_name("programs.py"))]
 SUPERVISE = [sys.executable, "-m", "holdfast.cli.main", "supervise", "--pause", "10ms"]
 
 CRASH, HANG = Start("crashed", 1, True), Start("hung", -9, True)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -362,14 +363,21 @@ def problem_of_defaults(path: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("text", "what"), [("- a\n- b\n", "the list ['a', 'b']"), ("words", 'the text "words"'), ("", "nothing")]
+    ("defaults", "base", "said"),
+    [
+        ("base", "- a\n- b\n", r"config\.yaml:2: defaults: base: expected a file .*, found the list \['a', 'b'\]$"),
+        ("base", "words", r'config\.yaml:2: defaults: base: expected a file .*, found the text "words"$'),
+        ("base", "", r"config\.yaml:2: defaults: base: expected a file .*, found nothing$"),
+        ("base", "seed: x\n", r"base\.yaml:1: seed: expected a whole number"),
+        ("nowhere", "", r"config\.yaml:2: defaults: nowhere: no such file"),
+        ("3", "", r"config\.yaml:2: defaults: expected the name of a file, or a list of them, found 3"),
+        ("config", "", r"config\.yaml:2: defaults: config includes itself"),
+    ],
 )
-def test_defaults_of_a_file_that_is_no_section(tmp_path: Path, text: str, what: str) -> None:
-    (tmp_path / "base.yaml").write_text(text)
-    (tmp_path / "config.yaml").write_text("recipe: flax_digits\ndefaults: base\n")
-    said = problem_of_defaults(tmp_path / "config")
-    assert "config.yaml:2: defaults: base: expected a file " in said
-    assert said.endswith(f", found {what}")
+def test_mistakes_in_defaults(tmp_path: Path, defaults: str, base: str, said: str) -> None:
+    (tmp_path / "base.yaml").write_text(base)
+    (tmp_path / "config.yaml").write_text(f"recipe: flax_digits\ndefaults: {defaults}\n")
+    assert re.search(said, problem_of_defaults(tmp_path / "config"), re.DOTALL)
 
 
 def test_defaults_that_double_with_each_file(tmp_path: Path) -> None:
