@@ -180,7 +180,7 @@ def _averaging_thread(run: Run) -> None:
 
     def centred(batch: torch.Tensor) -> torch.Tensor:
         asked.put(batch)
-        return batch - answered.get()
+        return batch.sub(answered.get())
 
     train_on_changed(run, centred)
 
