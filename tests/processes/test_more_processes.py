@@ -109,18 +109,17 @@ def expected(index: int, first: int) -> list[tuple[int, float]]:
     return [(next(batches), float(noise.random())) for _ in range(first + STEPS)][first:]
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 3)])
-def test_a_process_without_a_saved_state_keeps_its_own(tmp_path: Path, before: int, after: int) -> None:
-    run_processes(train, before, str(tmp_path), backend="torch")
-    again = run_processes(train, after, str(tmp_path), backend="torch")
-    for index, ways in enumerate(again):
-        for name, (drawn, rate, warnings) in ways.items():
-            known = index < before
-            assert drawn == expected(index, STEPS if known else 0), (name, index)
-            assert rate == 0.5, (name, index)  # belongs to the model: that of process 0
-            assert known or any("fresh" in line for line in warnings), (name, index)
-            assert not known or not any("fresh" in line for line in warnings), (name, index)
-    assert len({value for ways in again for _, value in ways["graph"][0]}) == after * STEPS
+def test_a_process_without_a_saved_state_keeps_its_own(tmp_path: Path) -> None:
+    for count in (1, 2, 3):
+        found = run_processes(train, count, str(tmp_path), backend="torch")
+        for index, ways in enumerate(found):
+            before = count - 1 - index  # runs that had this process
+            for name, (drawn, rate, warnings) in ways.items():
+                assert drawn == expected(index, before * STEPS), (name, index)
+                assert rate == 0.5 ** (count - 1), (name, index)  # belongs to the model: that of process 0
+                is_new = index == count - 1 > 0
+                assert any("fresh" in line for line in warnings) == is_new, (name, index)
+        assert len({value for ways in found for _, value in ways["graph"][0]}) == count * STEPS
 
 
 class Shared:

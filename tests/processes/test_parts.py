@@ -193,8 +193,30 @@ def placed(process: Process) -> dict[str, Facts]:
     return facts
 
 
-def test_parts_are_what_the_placements_say() -> None:
-    facts = agreed(run_processes(placed, 4, backend="torch"))
+def refused(process: Process) -> list[str]:
+    import torch
+    from torch.distributed.tensor import DTensor, Partial, Shard
+
+    mesh = torch_mesh(4)
+    wrong = [
+        DTensor.from_local(torch.ones(2), mesh, [Partial()]),
+        DTensor.from_local(torch.ones(3), mesh, [Shard(0)], shape=torch.Size([4]), stride=(1,)),
+    ]
+    messages = []
+    for tensor in wrong:
+        with pytest.raises(UnsupportedLeafError) as caught:
+            described(tensor)
+        messages.append(str(caught.value).splitlines()[1])
+    return messages
+
+
+def placed_and_refused(process: Process) -> tuple[dict[str, Facts], list[str]]:
+    return placed(process), refused(process)
+
+
+def test_parts_are_what_the_placements_say_and_others_are_refused() -> None:
+    found = run_processes(placed_and_refused, 4, backend="torch")
+    facts = agreed([each for each, _ in found])
     expected = {
         "(8, 4) S(0)": EACH,
         "(8, 4) R": ALL,
@@ -215,30 +237,9 @@ def test_parts_are_what_the_placements_say() -> None:
     common = {"type": "DTensor", "mesh": {"axes": [["dp", 2], ["tp", 2]]}}
     assert facts["(8, 4) (Shard(dim=0), Replicate())"][1]["sharding"] == {**common, "spec": ["dp", None]}
     assert facts["crossed"][1]["sharding"] == {**common, "spec": [["dp", "tp"], None], "rounds": [2, 1]}
-
-
-def refused(process: Process) -> list[str]:
-    import torch
-    from torch.distributed.tensor import DTensor, Partial, Shard
-
-    mesh = torch_mesh(2)
-    wrong = [
-        DTensor.from_local(torch.ones(2), mesh, [Partial()]),
-        DTensor.from_local(torch.ones(3), mesh, [Shard(0)], shape=torch.Size([4]), stride=(1,)),
-    ]
-    messages = []
-    for tensor in wrong:
-        with pytest.raises(UnsupportedLeafError) as caught:
-            described(tensor)
-        messages.append(str(caught.value).splitlines()[1])
-    return messages
-
-
-def test_what_cannot_be_told_is_refused() -> None:
-    messages = run_processes(refused, 2, backend="torch")
-    assert messages[0] == messages[1]
-    assert "x: is a DTensor with Partial(sum), not reduced yet" in messages[0][0]
-    assert "x: is a DTensor whose local part has shape (3,); its placements give (2,)" in messages[0][1]
+    for _, (partial, uneven) in found:
+        assert "x: is a DTensor with Partial(sum), not reduced yet" in partial
+        assert "x: is a DTensor whose local part has shape (3,); its placements give (1,)" in uneven
 
 
 def alone(process: Process) -> bool:

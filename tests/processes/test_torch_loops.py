@@ -84,8 +84,12 @@ def test_an_object_whose_state_is_divided_is_refused_with_advice(tmp_path: Path)
     assert any(advice in (one.error or "") for one in ended), told(ended)
 
 
-def average(process: Process, directory: str, options: dict[str, Any], last: int) -> tuple[list[Any], list[str]]:
-    """Trains a model with buffers, each process on its own rows; returns its tensors, and what the witness says."""
+def average(process: Process, directory: str, last: int) -> dict[str, tuple[list[Any], list[str]]]:
+    """Trains models with buffers, each process on its own rows; returns their tensors, and what the witness says."""
+    return {name: average_by(process, f"{directory}/{name}", AVERAGES[name][0], last) for name in AVERAGES}
+
+
+def average_by(process: Process, directory: str, options: dict[str, Any], last: int) -> tuple[list[Any], list[str]]:
     import torch
 
     torch.manual_seed(0)
@@ -116,43 +120,44 @@ AVERAGES = {
 }
 
 
-@pytest.mark.parametrize("name", AVERAGES)
-def test_batch_normalization(tmp_path: Path, name: str) -> None:
+def test_batch_normalization(tmp_path: Path) -> None:
     """Stopped after a step that is not saved, and resumed, bit for bit or with a warning of each that differs."""
-    options, expected = AVERAGES[name]
-    whole = run_processes(average, 4, str(tmp_path / "whole"), options, 6, backend="torch")
-    run_processes(average, 4, str(tmp_path / "run"), options, 4, backend="torch")
-    resumed = run_processes(average, 4, str(tmp_path / "run"), options, 6, backend="torch")
-    for (tensors, warnings), (before, _), pattern in zip(resumed, whole, expected, strict=True):
-        named = [text for text in warnings if not re.match(r"step 6 is saved although .*running_mean", text)]
-        assert (tensors == before) == (not pattern)
-        assert len(named) == bool(pattern)
-        assert all(re.match(pattern, text) for text in named)
-    others = [text for _, warnings in (whole[0], resumed[0]) for text in warnings if "although other" in text]
-    assert len(others) == (2 if name == "buffers of each process" else 0)
+    whole = run_processes(average, 4, str(tmp_path / "whole"), 6, backend="torch")
+    run_processes(average, 4, str(tmp_path / "run"), 4, backend="torch")
+    resumed = run_processes(average, 4, str(tmp_path / "run"), 6, backend="torch")
+    for name, (_, expected) in AVERAGES.items():
+        for found, undisturbed, pattern in zip(resumed, whole, expected, strict=True):
+            tensors, warnings = found[name]
+            named = [text for text in warnings if not re.match(r"step 6 is saved although .*running_mean", text)]
+            assert (tensors == undisturbed[name][0]) == (not pattern), name
+            assert len(named) == bool(pattern), name
+            assert all(re.match(pattern, text) for text in named), name
+        others = [text for run in (whole, resumed) for text in run[0][name][1] if "although other" in text]
+        assert len(others) == (2 if name == "buffers of each process" else 0), name
+
+    # On another number of processes, objects without states are no news.
+    (alone,) = run_processes(average, 1, str(tmp_path / "run"), 7, backend="torch")
+    for _, (warning,) in alone.values():
+        assert re.match(r"step 6 in .* was saved by 4 processes, and 1 continue: the random generators", warning)
 
 
-def test_on_another_number_of_processes_objects_without_states_are_no_news(tmp_path: Path) -> None:
-    run_processes(average, 2, str(tmp_path), {}, 4, backend="torch")
-    ((_, (warning,)),) = run_processes(average, 1, str(tmp_path), {}, 5, backend="torch")
-    assert re.match(r"step 3 in .* was saved by 2 processes, and 1 continue: the random generators", warning)
-
-
-def save_own(process: Process, directory: str, library: str) -> list[str]:
-    """Saves an array of each process as if it were one of all; returns what is logged."""
+def save_own(process: Process, directory: str) -> list[list[str]]:
+    """Saves arrays of each process as if they were of all; returns what is logged for each of them."""
     import jax
     import numpy as np
 
-    noise = np.arange(3) + process.index if library == "numpy" else jax.random.key(process.index)
-    return go_on(directory, {"w": np.ones(2)}, 2, lambda step: None, {"noise": noise}, save_interval_steps=1)
+    return [
+        go_on(f"{directory}/{number}", {"w": np.ones(2)}, 2, lambda step: None, {"noise": noise}, save_interval_steps=1)
+        for number, noise in enumerate([np.arange(3) + process.index, jax.random.key(process.index)])
+    ]
 
 
-@pytest.mark.parametrize("library", ["numpy", "jax"])
-def test_arrays_of_each_process_that_are_saved_once_are_named(library: str, tmp_path: Path) -> None:
-    (warning,), others = run_processes(save_own, 2, str(tmp_path), library, backend="jax")
-    assert warning.startswith("step 1 is saved although other processes hold other values of noise")
-    assert "an object with get_state and set_state" in warning
-    assert not others
+def test_arrays_of_each_process_that_are_saved_once_are_named(tmp_path: Path) -> None:
+    first, second = run_processes(save_own, 2, str(tmp_path), backend="jax")
+    for (warning,) in first:
+        assert warning.startswith("step 1 is saved although other processes hold other values of noise")
+        assert "an object with get_state and set_state" in warning
+    assert second == [[], []]
 
 
 def train_with_zero(process: Process, directory: str, steps: int) -> tuple[str, list[float], list[float]]:
@@ -224,7 +229,6 @@ def begin(process: Process, directory: str, case: str) -> None:
 
 # Whether there is a step already; the error of the processes that do as usual.
 BEGINNINGS: dict[str, tuple[bool, str]] = {
-    "plain": (False, ""),
     "whole": (False, ""),
     "local SGD": (False, "UnsupportedLeafError: optimizer: a PostLocalSGDOptimizer trains other .*optimizer=optimizer"),
     "shards": (False, "UnsupportedLeafError: model: a FullyShardedDataParallel divides .*fully_shard"),
@@ -239,16 +243,27 @@ BEGINNINGS: dict[str, tuple[bool, str]] = {
 }
 
 
+def begin_or_resume(process: Process, directory: str, case: str) -> None:
+    if BEGINNINGS[case][0]:
+        begin(process, directory, "plain")
+    begin(process, directory, case)
+
+
 @pytest.mark.parametrize("case", BEGINNINGS)
 def test_what_differs_between_the_processes_is_told_to_all_before_the_first_step(tmp_path: Path, case: str) -> None:
     """Else a resume gives all of them the values of process 0, or the others wait for a timeout without a reason."""
-    is_resumed, error = BEGINNINGS[case]
-    if is_resumed:
-        run_processes(begin, 3, str(tmp_path), "plain", backend="torch")
-    first, _, third = run_outcomes(begin, 3, str(tmp_path), case, backend="torch")
+    _, error = BEGINNINGS[case]
+    first, _, third = run_outcomes(begin_or_resume, 3, str(tmp_path), case, backend="torch")
     for one in (first, third):
         assert re.match(f"{error}.*$" if error else "$", one.error or "", re.DOTALL), one
         assert "BarrierTimeoutError" not in (one.error or "")
+
+
+APART = {"state": ["step 2 is saved"], "later": ["step 4 is saved"], "extras": []}  # with the warnings of process 0
+
+
+def train_all_apart(process: Process, directory: str, last: int) -> list[tuple[list[float], list[str]]]:
+    return [train_apart(process, f"{directory}/{kind}", kind, last) for kind in APART]
 
 
 def train_apart(process: Process, directory: str, kind: str, last: int) -> tuple[list[float], list[str]]:
@@ -272,14 +287,15 @@ def train_apart(process: Process, directory: str, kind: str, last: int) -> tuple
     return model.weight.flatten().tolist(), warnings
 
 
-@pytest.mark.parametrize("kind", ["state", "later", "extras"])
-def test_other_values_in_each_process_warn_once_and_are_exact_as_extras(tmp_path: Path, kind: str) -> None:
-    whole = run_processes(train_apart, 2, str(tmp_path / "whole"), kind, 9, backend="torch")
-    run_processes(train_apart, 2, str(tmp_path / "run"), kind, 5, backend="torch")
-    resumed = run_processes(train_apart, 2, str(tmp_path / "run"), kind, 9, backend="torch")
-    assert ([weights for weights, _ in resumed] == [weights for weights, _ in whole]) == (kind == "extras")
-    found = [[text.partition(" although")[0] for text in warnings] for _, warnings in whole]
-    assert found == [{"state": ["step 2 is saved"], "later": ["step 4 is saved"], "extras": []}[kind], []]
+def test_other_values_in_each_process_warn_once_and_are_exact_as_extras(tmp_path: Path) -> None:
+    whole = run_processes(train_all_apart, 2, str(tmp_path / "whole"), 9, backend="torch")
+    run_processes(train_all_apart, 2, str(tmp_path / "run"), 5, backend="torch")
+    resumed = run_processes(train_all_apart, 2, str(tmp_path / "run"), 9, backend="torch")
+    for number, (kind, expected) in enumerate(APART.items()):
+        same = [one[number][0] == other[number][0] for one, other in zip(resumed, whole, strict=True)]
+        assert all(same) == (kind == "extras"), kind
+        found = [[text.partition(" although")[0] for text in each[number][1]] for each in whole]
+        assert found == [expected, []], kind
 
 
 def restore_own_view(process: Process, directory: str) -> None:

@@ -35,6 +35,8 @@ QUIET: dict[str, Any] = {
     "enable_progress_bar": False,
     "enable_model_summary": False,
 }
+NEVER: dict[str, Any] = {"save_interval_steps": 1000, "save_at_end": False}
+BY_LOSS: dict[str, Any] = {"best_fn": "val_loss", "best_mode": "min", "save_interval_steps": 5}
 
 
 def new_directory() -> str:

@@ -24,15 +24,12 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.tuner.tuning import Tuner
 from tests.equality import assert_same
 from tests.integrations.lightning import program
-from tests.integrations.lightning.program import new_directory
+from tests.integrations.lightning.program import BY_LOSS, new_directory
 from tests.logs import unconfigure
 from tests.sweep.lightning_programs import FEATURES
 
 import holdfast as hf
 from holdfast.integrations.lightning import CheckpointCallback, load_checkpoint
-
-BY_LOSS = {"best_fn": "val_loss", "best_mode": "min"}
-
 
 # ---- what is on disk
 
@@ -307,8 +304,7 @@ def test_loggers_are_told_after_the_commit(tmp_path: Path) -> None:
             assert checkpoint_callback.current_score is not None
             told.append(checkpoint_callback.last_model_path)
 
-    options = {**BY_LOSS, "save_interval_steps": 5}
-    program.run(str(tmp_path), checkpoint=options, max_epochs=2, logger=Listening(), log_every_n_steps=1)
+    program.run(str(tmp_path), checkpoint=BY_LOSS, max_epochs=2, logger=Listening(), log_every_n_steps=1)
     assert told[-1] == str(tmp_path / "10")
 
 

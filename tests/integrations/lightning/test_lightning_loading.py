@@ -12,7 +12,7 @@ import lightning.pytorch
 import pytest
 import torch
 from tests.integrations.lightning import program
-from tests.integrations.lightning.program import new_directory
+from tests.integrations.lightning.program import BY_LOSS, new_directory
 
 import holdfast as hf
 from holdfast.integrations.lightning import (
@@ -25,9 +25,6 @@ from holdfast.integrations.lightning.callback import take_weights
 from holdfast.integrations.lightning.trees import POSITION, VERSION, from_tree
 
 # ---- modules, and trainers without the callback
-
-
-BY_LOSS: dict[str, Any] = {"best_fn": "val_loss", "best_mode": "min", "save_interval_steps": 5}
 
 
 @dataclasses.dataclass

@@ -13,7 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 from tests.integrations.lightning import program
-from tests.integrations.lightning.program import new_directory
+from tests.integrations.lightning.program import BY_LOSS, new_directory
 
 import holdfast as hf
 from holdfast.integrations.lightning import CheckpointCallback, load_checkpoint
@@ -133,9 +133,6 @@ def test_a_declaration_of_a_loader_without_a_state_is_refused(tmp_path: Path, na
 
 
 # ---- saves by epochs, links, and a file with the best weights
-
-
-BY_LOSS: dict[str, Any] = {"best_fn": "val_loss", "best_mode": "min", "save_interval_steps": 5}
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import shutil
 import signal
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from typing import Any
 
 import pytest
 from tests.documents.examples import Examples
+from tests.integrations.lightning import program
+from tests.integrations.lightning.program import NEVER
 from tests.sweep.lightning_programs import BATCHES
 
 import holdfast as hf
@@ -21,8 +24,6 @@ from holdfast.integrations.lightning.resharding import check_replicated
 from holdfast.integrations.lightning.strategies import check_strategy
 
 Run = Callable[..., list[Any]]
-
-NEVER = {"save_interval_steps": 1000, "save_at_end": False}
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +52,43 @@ def whole(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 SWEEP = pytest.mark.sweep
+
+
+# ---- one process
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "second", "options"),
+    [
+        # Steps 5 and 10 are the ends of epochs; with accumulation, steps 2 and 4 are.
+        pytest.param("signal_after", 3, 5, {}, id="SIGTERM"),
+        pytest.param("signal_after", 2, 4, {"accumulate_grad_batches": 3}, id="SIGTERM while accumulating"),
+        pytest.param("signal_in_validation_after", 5, 10, {}, id="SIGTERM in a validation"),
+        pytest.param("kill_after", 5, 8, {}, id="SIGKILL"),
+    ],
+)
+def test_killed_twice(
+    run_process: Callable[..., Any], tmp_path: Path, kind: str, first: int, second: int, options: dict[str, Any]
+) -> None:
+    whole = json.loads(json.dumps(program.run(program.new_directory(), checkpoint=NEVER, **options).final))
+    directory = tmp_path / "run"
+    # SIGTERM loses nothing although nothing else makes it save; in a validation, it loses what is not saved, and
+    # SIGKILL loses what was not on disk yet.
+    killed = kind == "kill_after"
+    checkpoint = NEVER if kind == "signal_after" else {"save_interval_steps": 1}
+    for seed, step in enumerate((first, second), start=1):
+        status, result, said = run_process(directory, seed=seed, checkpoint=checkpoint, **{kind: step}, **options)
+        assert (status, result) == (-signal.SIGKILL if killed else 143, None), said
+        assert hf.verify(directory).ok
+    status, result, said = run_process(directory, seed=9, checkpoint=checkpoint, **options)
+    assert status == 0, said
+    assert result["final"] == whole
+    # The batch in which SIGTERM came belongs to the step that is saved.
+    saved = {"signal_after": second + 1, "signal_in_validation_after": second - 1, "kill_after": second}[kind]
+    assert result["first_step"] in ({saved - 1, saved} if killed else {saved})
+
+
+# ---- several processes
 
 
 def compared(reports: list[Any]) -> list[Any]:

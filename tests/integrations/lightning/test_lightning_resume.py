@@ -12,14 +12,12 @@ import torch
 from lightning.pytorch import Callback, callbacks
 from tests.fixtures import StoredFiles
 from tests.integrations.lightning import program
-from tests.integrations.lightning.program import new_directory
+from tests.integrations.lightning.program import NEVER, new_directory
 from tests.sweep.lightning_programs import BATCH_SIZE, DrawsNumbers
 from torch.utils.data import DataLoader
 
 from holdfast.engine.storage import as_location
 from holdfast.integrations.lightning.replay import EpochReplay
-
-NEVER = {"save_interval_steps": 1000, "save_at_end": False}
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},

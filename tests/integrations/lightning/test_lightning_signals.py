@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ import pytest
 import torch
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from tests.integrations.lightning import program
-from tests.integrations.lightning.program import new_directory
+from tests.integrations.lightning.program import NEVER, new_directory
 from tests.sweep.cases import NEVER as NO_SAVE
 from tests.sweep.lightning_runs import Interruption, Program
 
@@ -26,41 +24,7 @@ from holdfast.integrations.lightning import CheckpointCallback, Preempted
 
 pytestmark = pytest.mark.filterwarnings("ignore:Swapping scheduler")
 
-# ---- real signals to real processes
-
-
-NEVER: dict[str, Any] = {"save_interval_steps": 1000, "save_at_end": False}
-
-
-@pytest.mark.parametrize(
-    ("kind", "first", "second", "options"),
-    [
-        # Steps 5 and 10 are the ends of epochs; with accumulation, steps 2 and 4 are.
-        pytest.param("signal_after", 3, 5, {}, id="SIGTERM"),
-        pytest.param("signal_after", 2, 4, {"accumulate_grad_batches": 3}, id="SIGTERM while accumulating"),
-        pytest.param("signal_in_validation_after", 5, 10, {}, id="SIGTERM in a validation"),
-        pytest.param("kill_after", 5, 8, {}, id="SIGKILL"),
-    ],
-)
-def test_killed_twice(
-    run_process: Callable[..., Any], tmp_path: Path, kind: str, first: int, second: int, options: dict[str, Any]
-) -> None:
-    whole = json.loads(json.dumps(program.run(new_directory(), checkpoint=NEVER, **options).final))
-    directory = tmp_path / "run"
-    # SIGTERM loses nothing although nothing else makes it save; in a validation, it loses what is not saved, and
-    # SIGKILL loses what was not on disk yet.
-    killed = kind == "kill_after"
-    checkpoint = NEVER if kind == "signal_after" else {"save_interval_steps": 1}
-    for seed, step in enumerate((first, second), start=1):
-        status, result, said = run_process(directory, seed=seed, checkpoint=checkpoint, **{kind: step}, **options)
-        assert (status, result) == (-signal.SIGKILL if killed else 143, None), said
-        assert hf.verify(directory).ok
-    status, result, said = run_process(directory, seed=9, checkpoint=checkpoint, **options)
-    assert status == 0, said
-    assert result["final"] == whole
-    # The batch in which SIGTERM came belongs to the step that is saved.
-    saved = {"signal_after": second + 1, "signal_in_validation_after": second - 1, "kill_after": second}[kind]
-    assert result["first_step"] in ({saved - 1, saved} if killed else {saved})
+# ---- signals between batches, and to programs that do not train yet
 
 
 def reasons(directory: Any) -> dict[int, str | None]:

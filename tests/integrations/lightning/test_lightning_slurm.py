@@ -15,6 +15,7 @@ import torch
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from tests.integrations.lightning import program
+from tests.integrations.lightning.program import NEVER
 from tests.processes.harness import free_port
 
 import holdfast as hf
@@ -24,7 +25,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*was called without a model"),
 ]
 
-NEVER = {"save_interval_steps": 1000, "save_at_end": False}
 SCONTROL = """#!{python}
 import os, sys
 done = os.path.exists(os.path.join({run!r}, "4", "checkpoint.json"))
@@ -190,6 +190,7 @@ def test_a_file_of_lightning_never_wins(
 _TASK = """
 import os, signal
 from tests.integrations.lightning import program
+from tests.integrations.lightning.program import NEVER
 from holdfast.integrations.lightning import CheckpointCallback
 
 told = [program.Signal(signal.SIGUSR1, after=3)] if os.environ["SLURM_PROCID"] == "1" else []
