@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,7 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _here(things: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(things)
     monkeypatch.syspath_prepend(things)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
 
 def restored(path: str, into: Any = None, **arguments: Any) -> Any:
